@@ -24,7 +24,7 @@ from hpcsync.core.roles import Roles
 from hpcsync.core.session import Session
 from hpcsync.paradigms import OPTIONS
 from hpcsync.paradigms.allreduce import AllReduceOptions
-from hpcsync.run_dir import layout
+from hpcsync.run_dir import layout, lock
 from hpcsync.run_dir.checkpoint import Checkpoints, Resumed
 from hpcsync.run_dir.progress_line import say
 from hpcsync.state import StateError
@@ -68,6 +68,7 @@ def device() -> torch.device:
     return gpu_selection.claim(gpu_selection.choose("auto", "auto", found))
 
 
+@lock.released_on_error()
 def connect(
     model: torch.nn.Module | Sequence[torch.nn.Module],
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
@@ -227,6 +228,7 @@ def connect(
     if comm is None or comm.size == 1:
         if layout.going_on(out, resume) is not None:
             raise JobError(f"resume: needs several ranks: a single process cannot resume the run in {out}")
+        lock.release_all()  # it writes no run
         comm, n_workers = None, OPTIONS[paradigm].least_workers if paradigm in OPTIONS else 1
         options, batches = _for_single_process(options, batches)
     else:
@@ -295,6 +297,7 @@ def connect(
     return session
 
 
+@lock.released_on_error()
 def join(
     comm: MPI.Intracomm,
     job: Job,

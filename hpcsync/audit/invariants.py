@@ -14,6 +14,7 @@ import numpy as np
 from hpcsync.audit.batch_decisions import possible
 from hpcsync.audit.check import Check, Part, check_all, check_rows, describe_columns
 from hpcsync.audit.server_recount import Recount
+from hpcsync.audit.training import check_training
 from hpcsync.trace.iteration_counts import NEVER, running_count
 from hpcsync.trace.reader import Trace
 from hpcsync.trace.schema import Change, Outcome
@@ -33,7 +34,7 @@ def check_invariants(trace: Trace) -> list[Check]:
     if not first.passed:
         return [first]
     recount = Recount(trace)
-    return [first, seq_is_unbroken(trace, recount), *(check(recount) for check in INVARIANTS)]
+    return [first, seq_is_unbroken(trace, recount), *(check(recount) for check in INVARIANTS), *check_training(trace)]
 
 
 def values_are_possible(trace: Trace) -> Check:

@@ -16,6 +16,7 @@ from hpcsync.audit.batch_agreement import check_agreed_sizes
 from hpcsync.audit.check import Check, Part, check_all, check_rows, describe_columns
 from hpcsync.audit.peer_recount import SAME_TIME_S, PeerRecount, previous
 from hpcsync.audit.stanza import check_separation
+from hpcsync.audit.training import check_training
 from hpcsync.config.compression import DgcOptions, TopKOptions
 from hpcsync.config.job import Script
 from hpcsync.paradigms.records import ALL_PEERS, NO_PEER
@@ -41,7 +42,7 @@ def check_exchanges(trace: Trace) -> list[Check]:
     in_step = [exchanges_of_all_keep_in_step(run)] if run.together else []
     shares = [] if run.job.batches.policy == "equal" else check_agreed_sizes(run)
     separated = [] if run.groups is None else check_separation(run, run.groups)
-    return [first, *(check(run) for check in CHECKS), *in_step, *shares, *separated]
+    return [first, *(check(run) for check in CHECKS), *in_step, *shares, *separated, *check_training(trace)]
 
 
 def values_are_possible(trace: Trace) -> Check:

@@ -63,10 +63,10 @@ def describe(info: PushInfo | StepInfo, problem: Problem) -> str:
 
 
 def unequal_steps(job: Job, done: Sequence[int]) -> str:
-    """Return a line if the loops of a script have ended after different numbers of steps; "" if that is as it should.
+    """Return a line if the loops of a script made no step, or different numbers of steps; "" if that is as it should.
 
-    It is where the paradigm bounds no worker's lead, or the job itself lets workers leave or allocates their batches,
-    and for differences of a step or 5 %, as of data that do not divide evenly.
+    Different numbers are where the paradigm bounds no worker's lead, or the job itself lets workers leave or allocates
+    their batches, and for differences of a step or 5 %, as of data that do not divide evenly.
 
     Parameters
     ----------
@@ -75,6 +75,8 @@ def unequal_steps(job: Job, done: Sequence[int]) -> str:
     """
     expected = math.isinf(job.paradigm.lead_bound) or job.cluster.events or job.batches.policy != "equal"
     fewest, most = min(done), max(done)
+    if isinstance(job.workload, Script) and most == 0:
+        return "no worker has made a step: nothing was trained (was sync.step or optimizer.step never called?)"
     if not isinstance(job.workload, Script) or expected or most - fewest <= max(1, UNEVEN * most):
         return ""
     who = ", ".join(str(worker) for worker, n in enumerate(done) if n == fewest)

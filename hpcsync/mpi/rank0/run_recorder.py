@@ -26,8 +26,9 @@ from hpcsync.mpi.session_base import Given
 from hpcsync.mpi.transport.ulfm import RankFailed
 from hpcsync.mpi.transport.worker_state import WorkerStates
 from hpcsync.paradigms.records import PushInfo, StepInfo
-from hpcsync.run_dir import layout
+from hpcsync.run_dir import layout, lock
 from hpcsync.run_dir.progress_line import Progress, console, say
+from hpcsync.run_dir.status_file import StatusWriter
 from hpcsync.system import launcher
 from hpcsync.system.atomic_files import NotWritten
 from hpcsync.system.signals import Interrupted, Suspended, tell_listening
@@ -89,9 +90,13 @@ class RunRecorder(Generic[C]):
             else None
         )
         self._console = console()
-        self._progress = Progress(self._console, job.stop)
+        self._progress = None if launcher.is_viewed() else Progress(self._console, job.stop)
         places = [(rank, host) for rank, host, *_ in clocks[job.cluster.servers :]]
         self.watch = StragglerReport(self.coordinator, phases, self.trace, places, job.paradigm.bound)
+        hosts = [host for _, host in places]
+        folder = given.checkpoints.folder
+        self._status = StatusWriter(folder, job, self.coordinator, hosts, lambda: self.watch.seen()[1])
+        self.trace.observer = self._status.tally.add
         if resumed is not None:
             self.coordinator.restore(resumed["coordinator"])
             if self.evaluator is not None and resumed["evaluated"] is not None:
@@ -135,7 +140,9 @@ class RunRecorder(Generic[C]):
     def chores(self, now_s: float) -> None:
         """Do quick work between decisions: flush the trace and show the progress."""
         self.trace.flush_if_due(now_s)
-        self._progress.show(now_s, self.coordinator)
+        self._status.offer(now_s)
+        if self._progress is not None:
+            self._progress.show(now_s, self.coordinator)
 
     def rate_changed(self, now_s: float, info: PushInfo | StepInfo) -> None:
         """Record that a parameter group has another learning rate (`messages.rate_change`)."""
@@ -143,7 +150,8 @@ class RunRecorder(Generic[C]):
 
     def stop_showing(self) -> None:
         """Close the progress line at the end of training."""
-        self._progress.close()
+        if self._progress is not None:
+            self._progress.close()
 
     def judge(self, model: torch.nn.Module, distance: float) -> None:
         """Save and evaluate the final model, if there is an evaluation, while other ranks still wait.
@@ -174,7 +182,9 @@ class RunRecorder(Generic[C]):
         if not coordinator.stopping and (line := unequal_steps(self._given.job, coordinator.done)):
             print(f"hpcsync: {line}", file=sys.stderr, flush=True)
         self.trace.close("finished")
+        self._status.close("finished")
         layout.conclude(self._given.checkpoints.folder, self._console)
+        lock.release(self._given.checkpoints.folder)
 
     def fail(self, error: BaseException) -> None:
         """Close the records of a run that cannot be finished, and print why."""
@@ -182,6 +192,7 @@ class RunRecorder(Generic[C]):
         status = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
         with contextlib.suppress(OSError, RuntimeError):
             self.trace.close(status)
+        self._status.close(status)
         if isinstance(error, Suspended):
             print(f"hpcsync: interrupted; use --resume to resume from {error}", file=sys.stderr)
         elif isinstance(error, Interrupted | RankFailed | NotWritten | JobError):
@@ -190,6 +201,7 @@ class RunRecorder(Generic[C]):
             traceback.print_exception(error)
         sys.stdout.flush()
         sys.stderr.flush()
+        lock.release(self._given.checkpoints.folder)
 
     def _save(self, model: torch.nn.Module) -> None:
         layout.save_weights(self._given.checkpoints.folder, model)

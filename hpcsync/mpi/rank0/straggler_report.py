@@ -62,8 +62,7 @@ class StragglerReport:
         if now_s - self._looked_s < LOOK_S:
             return
         self._looked_s = now_s
-        seen = self._phases.seen()
-        iterations, phases = zip(*(seen[rank] for rank, _ in self._places), strict=True)
+        iterations, phases = self.seen()
         blocked = self._run.blocked
         if blocked is None:
             running = self._run.stalls.running
@@ -75,6 +74,12 @@ class StragglerReport:
                 self._record(now_s, stall, phases[stall.worker], len(blocked))
             self._trace.flush()  # a run that stalls is often killed
             print("\n".join(self._report(now_s, stalls, phases, blocked)), file=sys.stderr, flush=True)
+
+    def seen(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return iteration and phase of every worker."""
+        seen = self._phases.seen()
+        iterations, phases = zip(*(seen[rank] for rank, _ in self._places), strict=True)
+        return iterations, phases
 
     def _see_waiting(self, now_s: float, iterations: Mapping[int, int]) -> dict[int, float]:
         """Return since when these workers have waited, given the iteration that each has ended."""

@@ -1,0 +1,36 @@
+"""Check that a run has trained: that some update, or some worker's own step, had a gradient of finite numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hpcsync.audit.check import Check
+from hpcsync.config.job import Script
+from hpcsync.paradigms.records import Problem
+from hpcsync.trace.reader import Trace
+from hpcsync.trace.schema import Outcome
+
+NAMES = {problem.value: problem.name.lower().replace("_", " ") for problem in Problem}
+
+
+def check_training(trace: Trace) -> list[Check]:
+    """Return the check, none for a trace of a release that did not record problems or that has no contribution yet.
+
+    A finished run of a script must have one. Without servers a worker's step is its own contribution, whatever is
+    exchanged afterwards.
+    """
+    served = trace.job.has_servers
+    rows = trace.tables["pushes" if served else "exchanges"]
+    if "problem" not in (rows.dtype.names or ()):
+        return []
+    used = rows["outcome"] == Outcome.APPLIED if served else rows["batch_size"] > 0
+    problems = rows["problem"][used]
+    if not len(problems) and not (trace.finished and isinstance(trace.job.workload, Script)):
+        return []
+    codes, counts = np.unique(problems[problems != Problem.NONE], return_counts=True)
+    kinds = (f"{NAMES.get(code, f'problem {code}')} {n:,}" for code, n in zip(codes.tolist(), counts, strict=True))
+    found = f"of {len(problems):,} contributions: {', '.join(kinds)}" if len(codes) else ""
+    if not len(problems):
+        found = "there is none"
+    known = set(codes.tolist()) <= NAMES.keys()
+    return [Check("some contribution is finite", known and len(problems) > counts.sum(), len(problems), found)]

@@ -1,0 +1,122 @@
+"""Training that does not train, under every paradigm: it ends the run or is said, and no audit passes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hpcsync
+from hpcsync.audit.trace_audit import audit
+from hpcsync.config.errors import JobError
+from hpcsync.core.problem_report import NOT_FINITE, WRONG
+from hpcsync.mpi.transport.thread_ranks import run
+from hpcsync.paradigms.records import Problem
+from hpcsync.system import garbage
+from hpcsync.trace.reader import load
+from tests.unit.mpi.test_buffers import EVERY
+
+N_RANKS = 3
+STEPS = 8
+CHECK = "some contribution is finite"
+
+
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch):
+    monkeypatch.setattr(garbage, "freeze", lambda: None)
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = torch.nn.Linear(5, 4)
+        self.fc = torch.nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(self.body(x).relu())
+
+
+def train(paradigm: dict[str, Any], out: Path, mistake: str) -> None:
+    """Train with a mistake that is made in every step, or on worker 1 alone, or at step 1."""
+    name, options = paradigm["name"], {key: value for key, value in paradigm.items() if key != "name"}
+
+    def script(comm: Any) -> None:
+        torch.manual_seed(1)
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        x = torch.randn(200, 5)
+        data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+        with hpcsync.connect(model, optimizer, name, out=out, comm=comm, stop={"samples": 200}, **options) as sync:
+            for step, (inputs, targets) in enumerate(sync.shard(data, batch_size=4, epochs=None)):
+                if mistake == "never a step" and step == STEPS:
+                    break
+                if mistake == "double" and step == 1:
+                    model.double()
+                inputs, targets = inputs.to(model.body.weight.dtype), targets.to(model.body.weight.dtype)
+                if mistake == "layer" and step == 1:
+                    model.fc = torch.nn.Linear(4, 1)
+                loss = torch.nn.functional.mse_loss(model(inputs), targets)
+                if mistake == "nan":
+                    loss = loss * float("nan")
+                optimizer.zero_grad()
+                if mistake != "no backward" and not (mistake == "no backward of worker 1" and sync.worker == 1):
+                    loss.backward()
+                if mistake != "never a step":
+                    sync.step(loss)
+
+    run(N_RANKS, script)
+
+
+def failed(trace: Path) -> set[str]:
+    return {check.name for check in audit(trace) if not check.passed}
+
+
+every_paradigm = pytest.mark.parametrize("paradigm", EVERY, ids=lambda each: "-".join(map(str, each.values())))
+
+
+@every_paradigm
+@pytest.mark.parametrize(
+    ("mistake", "said"),
+    [
+        ("no backward", WRONG[Problem.NO_GRADIENT]),
+        ("no backward of worker 1", f"worker 1, iteration .*: {WRONG[Problem.NO_GRADIENT]}"),
+        ("double", WRONG[Problem.MODEL_CHANGED]),
+        ("layer", WRONG[Problem.MODEL_CHANGED]),
+    ],
+)
+def test_a_mistake_of_the_script_ends_the_run(tmp_path, paradigm, mistake, said):
+    stanza = paradigm["name"] == "stanza"  # which finds it out earlier: layers above the cut wait for those below
+    errors = (JobError, RuntimeError) if stanza else JobError
+    with pytest.raises(errors, match=f"separated layers|{said}" if stanza else said) as caught:
+        train(paradigm, tmp_path / "run", mistake)
+    assert "\n" not in str(caught.value)
+    assert load(tmp_path / "run" / "trace.h5").status == "failed"
+
+
+@every_paradigm
+def test_a_loss_that_is_never_finite_is_said_and_fails_the_audit(tmp_path, capsys, paradigm):
+    train(paradigm, tmp_path / "run", "nan")
+    said = [line for line in capsys.readouterr().err.splitlines() if NOT_FINITE[Problem.LOSS_NOT_FINITE] in line]
+    assert len(said) == 1
+    assert failed(tmp_path / "run" / "trace.h5") == {CHECK}
+
+
+@every_paradigm
+def test_without_a_mistake_the_audit_passes(tmp_path, paradigm):
+    train(paradigm, tmp_path / "run", "none")
+    assert failed(tmp_path / "run" / "trace.h5") == set()
+
+
+@every_paradigm
+def test_a_loop_without_a_step_is_said_and_fails_the_audit(tmp_path, capsys, paradigm):
+    """Where `backward` itself forms the mean of all workers, the second one ends the run."""
+    if paradigm["name"] in ("allreduce", "stanza"):
+        with pytest.raises(RuntimeError, match=r"backward passes in one step|must be computed and stepped"):
+            train(paradigm, tmp_path / "run", "never a step")
+        return
+    train(paradigm, tmp_path / "run", "never a step")
+    said = [line for line in capsys.readouterr().err.splitlines() if "no worker has made a step" in line]
+    assert len(said) == 1
+    assert failed(tmp_path / "run" / "trace.h5") == {CHECK}
