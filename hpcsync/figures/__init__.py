@@ -35,7 +35,9 @@ FIGURES = {
     "controller": About("decisions of DSSP's controller, and the intervals they are based on", ("workers",)),
     "leads": About("lead of each worker over the slowest one, and the bound of the paradigm"),
     "staleness": About("staleness of the applied pushes, over time and as a histogram"),
-    "timeline": About("compute, wait and transfer of each worker over time", ("workers", "from_s", "to_s")),
+    "timeline": About(
+        "compute, wait and transfer of each worker over time, updates and events", ("workers", "from_s", "to_s")
+    ),
     "waiting": About("shares of compute, wait and transfer in each worker's time", ("workers",)),
 }
 

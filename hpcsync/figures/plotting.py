@@ -12,6 +12,7 @@ import matplotlib
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from hpcsync.paradigms import OPTIONS
@@ -23,7 +24,8 @@ POINTS = 2000  # points of a scatter plot, at most
 # Okabe and Ito's colours (and some of Tol's), which colour-blind readers can tell apart, the same in every figure. No
 # figure shows both paradigms and activities.
 PARADIGM_COLOURS = {name: options.colour for name, options in OPTIONS.items()}
-ACTIVITY_COLOURS = {"load": "#009E73", "compute": "#56B4E9", "wait": "#E69F00", "transfer": "#000000"}
+# Activities are ordered by luminance, so that a print in grey tells them apart.
+ACTIVITY_COLOURS = {"load": "#3FA88A", "compute": "#0064A6", "wait": "#F5CE62", "transfer": "#000000"}
 GREY = "#767676"
 DASHES = ("-", (0, (4, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)))  # for the first, second, ... trace of a paradigm
 
@@ -140,11 +142,12 @@ def panels(n_rows: int, n_columns: int = 1, *, height: float, width: float = PAG
     return figure, figure.subplots(n_rows, n_columns, squeeze=False, **how)
 
 
-def legend_of_activities(figure: Figure, drawn: Collection[str]) -> None:
-    """Add a legend of the colours of the activities; loading only if it is drawn."""
+def legend_of_activities(figure: Figure, drawn: Collection[str], others: Sequence[Line2D] = ()) -> None:
+    """Add a legend of the colours of the activities, loading only if it is drawn, and of other marks."""
     shown = {name: colour for name, colour in ACTIVITY_COLOURS.items() if name != "load" or name in drawn}
     patches = [Patch(color=colour, label=activity) for activity, colour in shown.items()]
-    figure.legend(handles=patches, loc="outside upper right", ncols=len(patches), handlelength=1.2)
+    handles = [*patches, *others]
+    figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), handlelength=1.2)
 
 
 def percent(share: float, _: object = None) -> str:

@@ -15,7 +15,7 @@ from hpcsync.figures.plotting import Drawing
 from hpcsync.trace.reader import Trace, TraceError
 
 COLUMNS = {"load": "load_s", "compute": "compute_s", "wait": "wait_s", "transfer": "comm_s"}
-INK = {"transfer": "white"}  # colour of the text on a bar; black elsewhere
+INK = {"transfer": "white", "compute": "white"}  # colour of the text on a bar; black elsewhere
 
 
 def draw(traces: list[Trace], workers: int = 16) -> list[Drawing]:

@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from click.testing import Result
+from matplotlib.colors import to_rgb
 from typer.testing import CliRunner
 
 from hpcsync import figures
@@ -18,7 +19,7 @@ from hpcsync.cli.app import app
 from hpcsync.config.job import KINDS
 from hpcsync.figures import accuracy, leads, plotting, staleness, timeline
 from hpcsync.report.summary import summarize
-from hpcsync.trace.schema import TABLES
+from hpcsync.trace.schema import TABLES, Change, Phase
 from hpcsync.trace.writer import TraceWriter
 from tests.unit.trace import peer_recorder
 from tests.unit.trace.recorder import edit, record, with_rows, with_status
@@ -159,7 +160,46 @@ def test_timeline_cuts_at_its_window(tmp_path):
         [0, "compute", 2.0, 2.25],
         [1, "compute", 1.5, 2.0],
         [1, "compute", 2.0, 2.25],
+        [-1, "update", 2.0, 2.0],
     ]
+
+
+def test_timeline_draws_events_in_its_window_on_the_row_of_their_worker(tmp_path):
+    trace = record("dssp", (1.0, 1.1, 3.7), updates=80, jitter=0.3)
+    changes = [(1000, 5.0, 1, Change.DIED), (1001, 6.0, 1, Change.JOINED), (1002, 99.0, 0, Change.LEFT)]
+    stalls = [(3.0, 2, 1, Phase.COMPUTING, 3.0, 2.5, 1), (40.0, 2, 9, Phase.COMPUTING, 3.0, 2.5, 1)]
+    trace = with_rows(trace, "membership", np.array(changes, TABLES["membership"]))
+    trace = with_rows(trace, "stalls", np.array(stalls, TABLES["stalls"]))
+    (drawing,) = figures.draw("timeline", [trace], to_s=20.0)
+    frame = drawing.data
+    marks = frame[frame["activity"].isin(["died", "joined", "left", "stall"])]
+    assert marks[["worker", "activity", "begin_s"]].values.tolist() == [
+        [1, "died", 5.0],
+        [1, "joined", 6.0],
+        [2, "stall", 3.0],
+    ]
+    decisions = trace.tables["decisions"]
+    early = decisions[decisions["now_s"] <= 20]
+    assert 0 < len(early) < len(decisions)
+    assert frame.loc[frame["activity"] == "decision", "worker"].tolist() == early["worker"].tolist()
+    updates = frame[frame["activity"] == "update"]
+    assert updates["iteration"].tolist() == [*range(1, len(updates) + 1)]
+    assert len(updates) == (trace.tables["updates"]["now_s"] <= 20).sum()
+    named = [text.get_text() for text in drawing.figure.legends[0].get_texts()]
+    assert named == ["compute", "wait", "transfer", "died", "joined", "stall", "decision"]
+    rows = [label.get_text() for label in drawing.figure.axes[0].get_yticklabels()]
+    assert rows == ["0", "1", "2", "servers"]
+    (one,) = figures.draw("timeline", [trace], workers=1, to_s=20.0)
+    assert set(one.data["worker"]) == {0, -1}  # events of workers that are not shown are not drawn
+
+
+def test_a_switch_is_drawn_whichever_worker_brought_it_about():
+    trace = record("dssp", (1.0, 1.1, 3.7), updates=80, jitter=0.3)
+    rows = trace.tables["decisions"].copy()
+    rows["controller"][0], rows["worker"][0] = b"switch", 2
+    (drawing,) = figures.draw("timeline", [with_rows(trace, "decisions", rows)], workers=1, to_s=20.0)
+    switches = drawing.data[drawing.data["activity"] == "switch"]
+    assert switches[["worker", "begin_s"]].values.tolist() == [[timeline.SERVERS, rows["now_s"][0]]]
 
 
 def two_pushes(begin_s):
@@ -355,6 +395,7 @@ def test_timeline_draws_waits_across_the_cut_within_the_computation(tmp_path):
     run = write(tmp_path, with_rows(separated, "exchanges", np.array(rows, TABLES["exchanges"])))
     frame = draw("timeline", tmp_path, run, "--to", 20)
     assert frame["trace"].unique().tolist() == ["Stanza, 1 fully-connected"]
+    frame = frame[frame["activity"] != "left"]  # the membership of the run before its rows were replaced
     drawn = frame[["worker", "activity", "begin_s", "end_s"]].values.tolist()
     assert drawn == [
         [0, "wait", 0.0, 2.0],
@@ -549,15 +590,41 @@ def title(drawing):
     return drawing.figure.axes[0].get_title(loc="left")
 
 
-def test_timeline_names_the_part_of_the_run_shown(tmp_path):
-    trace = counted(*ROUNDS)  # its last computation ends at 6 s
+def test_timeline_says_what_it_leaves_out(tmp_path):
+    trace = counted(*ROUNDS)  # three rounds of two workers; the last computation ends at 6 s
     (whole,) = figures.draw("timeline", [trace], to_s=6.0)
     (part,) = figures.draw("timeline", [trace], from_s=1.5, to_s=2.25)
+    (one,) = figures.draw("timeline", [trace], workers=1, to_s=6.0)
+    axes = [drawing.figure.axes[0].get_title(loc="right") for drawing in (whole, part, one)]
+    assert axes == ["", "3 of 6 iterations drawn", "3 of 6 iterations, 1 of 2 workers drawn"]
     assert (title(whole), whole.notes) == ("BSP", ())
-    assert title(part) == "BSP: 1.5 to 2.25 s of 6 s"
-    assert part.notes == ("BSP: shows 1.5 to 2.25 s of 6 s; --from and --to choose the part",)
-    result = hpcsync("figure", "timeline", write(tmp_path, trace), "--to", 3, "--out", tmp_path / "a.png")
-    assert result.stdout.splitlines()[0] == "BSP: shows 0 to 3 s of 6 s; --from and --to choose the part"
+    line = "BSP: 1.5 to 2.25 s: 3 of 6 iterations drawn; --from, --to and --workers choose the part"
+    assert part.notes == (line,)
+    arguments = ["--from", 1.5, "--to", 2.25, "--out", tmp_path / "a.png"]
+    assert hpcsync("figure", "timeline", write(tmp_path, trace), *arguments).stdout.splitlines()[0] == line
+
+
+def test_timeline_says_how_many_updates_it_leaves_out(monkeypatch):
+    monkeypatch.setattr(timeline, "MARKS", 2)
+    (drawing,) = figures.draw("timeline", [counted(*ROUNDS)], to_s=6.0)
+    assert drawing.figure.axes[0].get_title(loc="right") == "2 of 3 updates before 6 s drawn"
+    assert (drawing.data["activity"] == "update").sum() == 2
+
+
+def lightness(colour):
+    """Return L* of the grey that a colour is printed as."""
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
+    luminance = float(np.dot(linear, [0.2126, 0.7152, 0.0722]))
+    return 116 * luminance ** (1 / 3) - 16 if luminance > 0.008856 else 903.3 * luminance
+
+
+def smallest_step(colours):
+    return np.diff(sorted(map(lightness, [*colours, "white"]))).min()
+
+
+def test_activities_differ_in_grey():
+    assert smallest_step(plotting.ACTIVITY_COLOURS.values()) > 15
+    assert smallest_step(["#009E73", "#56B4E9", "#E69F00", "#000000"]) < 5  # control: colours that a grey print mixes
 
 
 def with_target(trace, **targets):
