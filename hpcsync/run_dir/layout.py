@@ -18,7 +18,7 @@ from hpcsync.config import job as jobs
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
 from hpcsync.report.summary import summarize, table
-from hpcsync.run_dir import checkpoint
+from hpcsync.run_dir import checkpoint, lock
 from hpcsync.run_dir.checkpoint import Resumed
 from hpcsync.system.atomic_files import aside, removing, whole
 from hpcsync.trace.reader import opened
@@ -33,7 +33,7 @@ SUMMARY = "summary.json"
 
 
 def choose(job: Job, out: str | Path | None, before: Resumed | None = None) -> Path:
-    """Return the folder of a run, and create it if it is missing.
+    """Return the folder of a run, locked for this process; create it if it is missing.
 
     Parameters
     ----------
@@ -47,8 +47,8 @@ def choose(job: Job, out: str | Path | None, before: Resumed | None = None) -> P
     Raises
     ------
     JobError
-        If the path is no folder or cannot be written; if the folder of a new run holds files of a run; if a run
-        would resume with another job.
+        If the path is no folder or cannot be written; if a run is under way there; if the folder of a new run holds
+        files of a run; if a run would resume with another job.
     """
     folder = _make_new(job) if out is None else Path(out)
     with _as_job_error(folder):
@@ -56,11 +56,13 @@ def choose(job: Job, out: str | Path | None, before: Resumed | None = None) -> P
             raise JobError(f"out {folder}: must be a folder")
         if before is not None:
             checkpoint.refuse_other_job(before.job, job)
-        else:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.hold(folder)
+        if before is None:
             for name in (TRACE, JOB, WEIGHTS, SUMMARY, checkpoint.FOLDER):
                 if (folder / name).exists():
+                    lock.release(folder)
                     raise _taken(folder, name)
-        folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return folder
 
@@ -75,10 +77,12 @@ def finished_already(out: str | Path | None, resume: bool) -> bool:
 def going_on(out: str | Path | None, resume: bool) -> Resumed | None:
     """Return the run that resumes in this folder; None for a new run, also if there is no checkpoint yet.
 
+    The folder of a run that resumes is locked for this process.
+
     Raises
     ------
     JobError
-        If the run has finished, or no folder is given.
+        If the run has finished or is under way, or no folder is given.
     """
     if not resume:
         return None
@@ -86,13 +90,23 @@ def going_on(out: str | Path | None, resume: bool) -> Resumed | None:
         raise JobError("resume: must come with out, the folder of the run to resume")
     if finished_already(out, resume):
         raise JobError(f"out {out}: must hold a run that has not finished; this one has")
+    if Path(out).is_dir():
+        with _as_job_error(Path(out)):
+            lock.hold(Path(out))
     return checkpoint.resumed(Path(out))
 
 
 def put_aside(out: str | Path | None) -> None:
-    """Rename the files that an attempt without a checkpoint has left, and delete its unfinished checkpoint."""
-    if out is not None:
+    """Rename the files that an attempt without a checkpoint has left, and delete its unfinished checkpoint.
+
+    Raises
+    ------
+    JobError
+        If a run is under way there.
+    """
+    if out is not None and Path(out).is_dir():
         with _as_job_error(Path(out)):
+            lock.hold(Path(out))
             checkpoint.remove_unfinished(Path(out))
             for path in [Path(out) / name for name in (TRACE, JOB, WEIGHTS) if (Path(out) / name).exists()]:
                 path.rename(aside(path))
@@ -145,9 +159,10 @@ def create(folder: Path, job: Job, before: Resumed | None = None) -> None:
 
 
 def withdraw(folder: Path) -> None:
-    """Delete the job of a run that did not start, so that another run can use the folder."""
+    """Delete the job of a run that did not start, and release the folder for another run."""
     with suppress(OSError):
         (folder / JOB).unlink()
+    lock.release(folder)
 
 
 def _make_new(job: Job) -> Path:

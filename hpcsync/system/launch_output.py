@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 import threading
+from collections.abc import Callable
 from typing import IO, NamedTuple
 
 LONGEST = 20  # lines of a notice, at most
@@ -139,17 +140,31 @@ class NoticeFilter:
         return line
 
 
-class Output:
-    """Both output streams of a launch, which threads of this process read from pipes and filter."""
+def write(target: int, data: bytes) -> None:
+    """Write all of the data; ignore a closed stream, so that the ranks continue without output."""
+    with contextlib.suppress(OSError):
+        while data:
+            data = data[os.write(target, data) :]
 
-    def __init__(self) -> None:
+
+class Output:
+    """Both output streams of a launch, which threads of this process read from pipes and filter.
+
+    Parameters
+    ----------
+    write
+        Writes bytes to file descriptor 1 or 2.
+    """
+
+    def __init__(self, write: Callable[[int, bytes], None] = write) -> None:
+        self._write = write
         self._filters = [NoticeFilter(), NoticeFilter()]
         self._threads: list[threading.Thread] = []
 
     def forward(self, out: IO[bytes], err: IO[bytes]) -> None:
         """Start to copy these pipes to the standard output and the standard error of this process."""
         for pipe, target, notices in zip((out, err), (1, 2), self._filters, strict=True):
-            thread = threading.Thread(target=_forward, args=(pipe, target, notices), daemon=True)
+            thread = threading.Thread(target=self._forward, args=(pipe, target, notices), daemon=True)
             thread.start()
             self._threads.append(thread)
 
@@ -168,21 +183,13 @@ class Output:
         explained = stopped or any(found.explained for found in self._filters)
         for notice in (notice for found in self._filters for notice in found.notices):
             if not (explained if notice.on_purpose else stopped):
-                _write(2, notice.text)
+                self._write(2, notice.text)
         if on_terminal:
-            _write(1, SHOW_CURSOR)  # ranks that were killed while they showed a bar have left it hidden
+            write(1, SHOW_CURSOR)  # ranks that were killed while they showed a bar have left it hidden
 
-
-def _forward(pipe: IO[bytes], target: int, notices: NoticeFilter) -> None:
-    with pipe:
-        while data := os.read(pipe.fileno(), 1 << 16):
-            # Open MPI's launcher writes a zero byte after its notice of an abort.
-            _write(target, notices.feed(data.replace(b"\0", b"") if target == 2 else data))
-    _write(target, notices.end())
-
-
-def _write(target: int, data: bytes) -> None:
-    """Write all of the data; ignore a closed stream, so that the ranks continue without output."""
-    with contextlib.suppress(OSError):
-        while data:
-            data = data[os.write(target, data) :]
+    def _forward(self, pipe: IO[bytes], target: int, notices: NoticeFilter) -> None:
+        with pipe:
+            while data := os.read(pipe.fileno(), 1 << 16):
+                # Open MPI's launcher writes a zero byte after its notice of an abort.
+                self._write(target, notices.feed(data.replace(b"\0", b"") if target == 2 else data))
+        self._write(target, notices.end())

@@ -25,10 +25,11 @@ from typing import IO, NamedTuple
 
 from hpcsync.system import process_cleanup
 from hpcsync.system.launch_output import Output
-from hpcsync.system.process_cleanup import MARK
+from hpcsync.system.process_cleanup import MARK, NO_WILL, Will
 from hpcsync.system.signals import LISTENING
 
 TIMED_OUT = 124  # as timeout(1)
+VIEWED = "HPCSYNC_VIEWED"  # environment variable of ranks whose status is shown by the process that started them
 NOTED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 # Variables that the user has set are kept. The values come from measurements, not from the libraries' defaults.
@@ -93,7 +94,7 @@ OF_RANKS = (
     # Hosts that the user named.
     *("HYDRA_HOST_FILE", "PRTE_MCA_prte_default_hostfile"),
     # Variables of this launch.
-    *(SESSION_FOLDER, LISTENING),
+    *(SESSION_FOLDER, LISTENING, VIEWED),
 )
 OF_USERS = ("OMPI_MCA_", "OMPI_ALLOW_", "PMIX_MCA_", "PRTE_MCA_", "PRTE_ALLOW_")  # unless a longer prefix above fits
 
@@ -295,6 +296,8 @@ def launch(
     suspends: bool = False,
     tolerant: bool = False,
     given: Mapping[str, str] | None = None,
+    write: Callable[[int, bytes], None] | None = None,
+    will: Will = NO_WILL,
 ) -> Ended:
     """Print the command line, run `n` ranks of a program and wait until they end.
 
@@ -318,6 +321,10 @@ def launch(
         If True, ranks continue when another one dies.
     given : mapping, optional
         Environment to which hpcsync's settings are added; by default that of this process.
+    write : callable, optional
+        Writes output of the ranks, to file descriptor 1 or 2, by a process that shows their status below it.
+    will : Will
+        What is to be done if this process is killed, after its processes on this node have ended.
 
     Returns
     -------
@@ -332,8 +339,8 @@ def launch(
     Notes
     -----
     On SIGINT, SIGTERM and SIGHUP, and at the time limit, the launcher is asked to end its ranks; leftover processes are
-    killed after `grace_s`. If this process is killed itself, the kernel ends the launcher, and a guard kills leftover
-    processes a while later. SIGUSR1 is forwarded. Redundant notices of the launcher are dropped (see `launch_output`).
+    killed after `grace_s`. If this process is killed itself, the kernel ends the launcher, and a guard removes what is
+    left a while later. SIGUSR1 is forwarded. Redundant notices of the launcher are dropped (see `launch_output`).
 
     A rank may launch ranks too, in its main thread: they are a world of their own on its node, and end with it.
     """
@@ -342,13 +349,23 @@ def launch(
     mark = os.environ.get(MARK, "") + "/" + uuid.uuid4().hex  # begins with the mark of the enclosing launch
     if output is None:
         print(f"starting {n} rank{'s' * (n > 1)}: {shlex.join(line)}", flush=True)
-    written = Output()
-    with _noted_signals() as signums, _own_folder() as folder, process_cleanup.guarded(mark):
+    written = Output() if write is None else Output(write)
+    viewed = {} if write is None else {VIEWED: "1"}
+    folder, since_ns = Path(tempfile.gettempdir()) / f"hpcsync-{mark[-12:]}", time.time_ns()
+    will = will._replace(removed=[*will.removed, str(folder)])
+    with _noted_signals() as signums, process_cleanup.guarded(mark, will), _own(folder):
         listening = folder / "listening"
         try:
             process = subprocess.Popen(
                 line,
-                env={**environ, **_session(environ, folder), **_terminal(), LISTENING: str(listening), MARK: mark},
+                env={
+                    **environ,
+                    **_session(environ, folder),
+                    **_terminal(),
+                    **viewed,
+                    LISTENING: str(listening),
+                    MARK: mark,
+                },
                 stdout=output or subprocess.PIPE,
                 stderr=output or subprocess.PIPE,
                 stdin=subprocess.DEVNULL,  # a process group of its own may not read the terminal
@@ -364,6 +381,8 @@ def launch(
         if stopped:
             _stop(process, STARTING_GRACE_S if suspends and not listening.exists() else grace_s)
         process_cleanup.kill(mark)
+        if process.returncode:
+            process_cleanup.remove_segments(since_ns)
         written.end(stopped, os.isatty(1) and not under_launcher())  # Open MPI gives each rank a terminal
     if timed_out:
         return Ended(TIMED_OUT, None, True)
@@ -373,13 +392,16 @@ def launch(
 
 
 @contextlib.contextmanager
-def _own_folder() -> Iterator[Path]:
+def _own(folder: Path) -> Iterator[None]:
+    """Create a folder, and remove it at the end."""
     try:
-        folder = tempfile.TemporaryDirectory(prefix="hpcsync-", ignore_cleanup_errors=True)
+        folder.mkdir(mode=0o700)
     except OSError as error:
         raise LaunchError(f"temporary folder: {error.strerror}") from None
-    with folder as name:
-        yield Path(name)
+    try:
+        yield
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _session(environ: Mapping[str, str], folder: Path) -> dict[str, str]:
@@ -531,6 +553,11 @@ def local_rank(environ: Mapping[str, str] | None = None) -> int:
         "SLURM_LOCALID",  # last: a batch script has it too, and the launchers that it starts inherit it
     )
     return next((int(environ[name]) for name in names if name in environ), 0)
+
+
+def is_viewed() -> bool:
+    """Return True if the process that has started this rank shows the status of the run."""
+    return VIEWED in os.environ
 
 
 def under_launcher(environ: Mapping[str, str] | None = None) -> bool:

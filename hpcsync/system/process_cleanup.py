@@ -1,9 +1,9 @@
-"""Kill leftover processes of a launch on this node, which are found by a mark in their environment.
+"""Remove what a launch leaves on this node: processes, found by a mark in their environment, files and shared memory.
 
 A launcher that is killed leaves ranks behind, and so may Open MPI's launcher if it is ended while it still starts them.
 The process that launched them kills them when the launcher has ended. If that process is killed itself, a guard does:
 
-    python process_cleanup.py MARK       waits until its standard input ends, then kills
+    python process_cleanup.py MARK TIME  reads a `Will`, waits until its standard input ends, then carries it out
 
 This module imports the standard library only, so that the guard starts at once.
 """
@@ -11,17 +11,47 @@ This module imports the standard library only, so that the guard starts at once.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import platform
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 MARK = "HPCSYNC_LAUNCH"  # environment variable of every process of a launch
-GRACE_S = 3.0  # time for the launcher, to which the kernel sends SIGTERM, to end in order
+GRACE_S = 2.0  # time for the launcher, to which the kernel sends SIGTERM, to end in order
 PROCESSES = Path("/proc")  # Linux only: elsewhere no process is found
+MEMORY = Path("/dev/shm")
+
+# Names of segments: Open MPI's with the host, MPICH's, and the semaphores of Python's multiprocessing.
+SEGMENT = re.compile(rf"(sm_segment|vader_segment)\.{re.escape(platform.node())}\.|mpich_shm_|mpich_shar_tmp|sem\.mp-")
+
+
+class Will(NamedTuple):
+    """What the guard does for a killed process once its processes on this node have ended.
+
+    Attributes
+    ----------
+    argv
+        Command to run; empty: none.
+    removed
+        Files and folders to remove after that.
+    kept
+        Descriptors of files that stay open until then.
+    """
+
+    argv: Sequence[str] = ()
+    removed: Sequence[str] = ()
+    kept: Sequence[int] = ()
+
+
+NO_WILL = Will()
 
 
 def find(mark: str) -> dict[int, dict[str, str]]:
@@ -49,19 +79,59 @@ def kill(mark: str) -> None:
         time.sleep(0.02)
 
 
+def remove_segments(since_ns: int) -> None:
+    """Remove the segments of shared memory that killed MPI processes of this user have left since a time.
+
+    A segment of a living process is mapped by it, or open while the process makes it.
+    """
+    left = {path for path in MEMORY.glob("*") if SEGMENT.match(path.name) and _is_ours(path, since_ns)}
+    for path in left - _used() if left else ():
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def _is_ours(path: Path, since_ns: int) -> bool:
+    with contextlib.suppress(OSError):
+        found = path.stat()
+        return found.st_uid == os.getuid() and found.st_ctime_ns >= since_ns
+    return False
+
+
+def _used() -> set[Path]:
+    """Return the segments that a process has mapped or open."""
+    used = set()
+    for folder in PROCESSES.glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            for line in (folder / "maps").read_text().splitlines():
+                if str(MEMORY) in line:
+                    used.add(Path(line.split(maxsplit=5)[5]))
+            for handle in (folder / "fd").iterdir():
+                with contextlib.suppress(OSError):
+                    used.add(Path(os.readlink(handle)))
+    return used
+
+
 @contextlib.contextmanager
-def guarded(mark: str) -> Iterator[None]:
-    """Start a guard: if this process is killed, the guard kills the leftover processes `GRACE_S` later."""
+def guarded(mark: str, will: Will) -> Iterator[None]:
+    """Start a guard, which acts if this process is killed.
+
+    It kills the leftover processes at most `GRACE_S` later, removes their shared memory, and carries out the will.
+    """
     if not PROCESSES.is_dir():
         yield
         return
     guard = subprocess.Popen(
-        [sys.executable, "-P", __file__, mark],
+        [sys.executable, "-P", __file__, mark, str(time.time_ns())],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,  # signals of the terminal do not reach it
+        pass_fds=will.kept,
     )
+    assert guard.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # somebody has killed it
+        guard.stdin.write(json.dumps(will).encode() + b"\n")
+        guard.stdin.flush()
     try:
         yield
     finally:
@@ -69,7 +139,22 @@ def guarded(mark: str) -> Iterator[None]:
         guard.communicate()
 
 
-if __name__ == "__main__":
+def _guard(mark: str, since_ns: int) -> None:
+    will = Will(*json.loads(sys.stdin.readline() or "[]"))
     sys.stdin.read()  # returns when the process at the other end has ended
-    time.sleep(GRACE_S)
-    kill(sys.argv[1])
+    deadline_s = time.monotonic() + GRACE_S
+    while find(mark) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    kill(mark)
+    remove_segments(since_ns)
+    if will.argv:
+        with contextlib.suppress(OSError):
+            subprocess.run(will.argv, stdin=subprocess.DEVNULL, check=False)
+    for path in will.removed:
+        shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
+if __name__ == "__main__":
+    _guard(sys.argv[1], int(sys.argv[2]))

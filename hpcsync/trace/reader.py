@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from hpcsync.config.job import Job
 
 SLICE_ROWS = 100_000  # 14 MB of the widest table
+DYING_S = 5.0  # time in which a rank that has been killed still holds its trace
 
 
 class TraceError(Exception):
@@ -224,7 +226,8 @@ def settle(path: str | Path, status: str) -> bool:
     """Set the final status of a trace whose run could not set it itself; for a launcher whose ranks have died.
 
     A trace that is `running` or `interrupted` gets the status; a `finished` or `failed` one keeps its own. A missing
-    file is no error: ranks can die before they create it.
+    file is no error: ranks can die before they create it. While another process holds the file, it is tried again for
+    `DYING_S`.
 
     Parameters
     ----------
@@ -249,13 +252,24 @@ def settle(path: str | Path, status: str) -> bool:
     if not path.exists():
         return False
     try:
-        with _open(path, "r+") as file:
+        with _open_when_free(path) as file:
             open_end = file.attrs.get("status") in ("running", "interrupted")
             if open_end:
                 file.attrs.modify("status", status)
     except (OSError, RuntimeError) as error:
         raise TraceError(f"{path}: its status cannot be written: {_first_line(error)}") from None
     return open_end
+
+
+def _open_when_free(path: Path) -> h5py.File:
+    deadline_s = time.monotonic() + DYING_S
+    while True:
+        try:
+            return _open(path, "r+")
+        except TraceError as error:
+            if not isinstance(error.__context__, BlockingIOError) or time.monotonic() > deadline_s:
+                raise
+        time.sleep(0.1)
 
 
 def _open(path: Path, mode: str) -> h5py.File:

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -111,6 +111,7 @@ class TraceWriter:
         decision_fields: Mapping[str, tuple[str, str]] | None = None,
         resumed_rows: Mapping[str, int] | None = None,
     ) -> None:
+        self.observer: Callable[[str, np.ndarray], None] | None = None  # called with the rows of a table at each flush
         tables = {**SCHEMA, "decisions": decisions_table(decision_fields or {})}
         self._rings = {name: _Ring(_with_enums(table.dtype)) for name, table in tables.items()}
         self._append_s = self._time_append()
@@ -306,6 +307,8 @@ class TraceWriter:
                 dataset = self._datasets[table]
                 dataset.resize((end,))
                 dataset[begin:end] = ring.rows[: ring.used]
+                if self.observer is not None:
+                    self.observer(table, ring.rows[: ring.used])
                 self._n_rows[table] = end
                 ring.used = 0
 

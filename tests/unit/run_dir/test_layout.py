@@ -31,11 +31,11 @@ def _elsewhere(tmp_path, monkeypatch):
 
 def test_a_folder_of_the_users_is_taken_as_it_is(tmp_path):
     assert layout.choose(make_job(), "here") == tmp_path.joinpath("here").relative_to(tmp_path)
-    assert list((tmp_path / "here").iterdir()) == []
+    assert [p.name for p in (tmp_path / "here").iterdir()] == ["run.lock"]
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "notes").write_text("mine")
     assert layout.choose(make_job(), tmp_path / "there") == tmp_path / "there"
-    assert [p.name for p in (tmp_path / "there").iterdir()] == ["notes"]
+    assert {p.name for p in (tmp_path / "there").iterdir()} == {"notes", "run.lock"}
     assert layout.choose(make_job(), tmp_path / "there") == tmp_path / "there"  # as the ranks do after the front
 
 

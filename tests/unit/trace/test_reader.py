@@ -1,5 +1,10 @@
 """Reading traces, refusing other files, and settling traces that a dead run left open."""
 
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import h5py
 import numpy as np
 import pytest
@@ -228,6 +233,28 @@ def test_settle_changes_only_open_traces(path, before, after, changed):
     trace = reader.load(path)
     assert trace.status == after
     assert len(trace.tables["pushes"]) == 15
+
+
+@pytest.mark.parametrize("patience_s", [30.0, 0.0])
+def test_settle_waits_for_a_rank_that_dies(path, monkeypatch, patience_s):
+    """It holds the file until its last system call has ended."""
+    monkeypatch.setattr(reader, "DYING_S", patience_s)
+    with h5py.File(path, "r+") as file:
+        file.attrs["status"] = "running"
+    holds = "import h5py, sys; f = h5py.File(sys.argv[1], 'r+'); print(flush=True); sys.stdin.read(1)"
+    argv = [sys.executable, "-c", holds, str(path)]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as rank:
+        rank.stdout.readline()
+        with ThreadPoolExecutor() as pool:
+            settled = pool.submit(reader.settle, path, "failed")
+            time.sleep(0.3)
+            assert settled.done() == (patience_s == 0.0)
+            rank.stdin.close()
+            if patience_s:
+                assert settled.result()
+            else:
+                with pytest.raises(TraceError, match="cannot be opened: Resource temporarily unavailable"):
+                    settled.result()
 
 
 def test_settle_without_a_file_is_no_error(tmp_path):

@@ -1,0 +1,178 @@
+"""The lock of a run's folder: one of several wins, a killed owner releases it, and what is left behind is removed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from hpcsync.config.errors import JobError
+from hpcsync.run_dir import lock
+from hpcsync.run_dir.lock import Owner, Verdict, judge, take, this_process
+
+TRIALS = 25
+HOLDER = """
+import sys, time
+from pathlib import Path
+from hpcsync.run_dir import lock
+from hpcsync.config.errors import JobError
+{more}
+print("ready", flush=True)
+for line in sys.stdin:
+    try:
+        held = lock.take(Path(line.strip()) / lock.NAME, lock.this_process())
+        print("won", flush=True)
+    except JobError as error:
+        print("refused", error, flush=True)
+"""
+WITHOUT_LOCKS = "lock._busy = lambda handle: None"
+WITHOUT_LINKS = "import os\ndef link(*_): raise PermissionError\nos.link = link"
+NO_LOCK = "lock._created = lambda path, mine: 0\nlock.Lock = lambda *_: None"
+
+
+def holder(more: str = "") -> subprocess.Popen[str]:
+    argv = [sys.executable, "-c", HOLDER.format(more=more)]
+    process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    return process
+
+
+def told(process: subprocess.Popen[str], folder: Path) -> None:
+    assert process.stdin is not None
+    process.stdin.write(f"{folder}\n")
+    process.stdin.flush()
+
+
+def said(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+def wins(folder: Path, more: str = "") -> list[int]:
+    """How many of three processes get the lock of each of many folders at once."""
+    processes = [holder(more) for _ in range(3)]
+    found = []
+    try:
+        for trial in range(TRIALS):
+            here = folder / str(trial)
+            here.mkdir()
+            if trial % 2 and not more:
+                (here / lock.NAME).write_text(json.dumps(asdict(left_behind())))
+            for process in processes:
+                told(process, here)
+            found.append(sum(said(process) == "won\n" for process in processes))
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    return found
+
+
+def left_behind() -> Owner:
+    """An owner on this host that has ended."""
+    return replace(this_process(), token="old", pid=2**22 + 1, started="1")
+
+
+@pytest.mark.parametrize("more", ["", WITHOUT_LOCKS, WITHOUT_LINKS], ids=["here", "no flock", "no links"])
+def test_exactly_one_of_several_wins(tmp_path, more):
+    assert wins(tmp_path, more) == [1] * TRIALS
+
+
+def test_control_without_the_lock_several_win(tmp_path):
+    assert max(wins(tmp_path, NO_LOCK)) > 1
+
+
+def test_a_killed_owner_releases_it_and_a_living_one_is_named(tmp_path):
+    process = holder()
+    try:
+        told(process, tmp_path)
+        assert said(process) == "won\n"
+        with pytest.raises(JobError) as caught:
+            take(tmp_path / lock.NAME, this_process())
+        host = os.uname().nodename
+        assert str(caught.value) == (
+            f"out {tmp_path}: must not be the folder of a run that is under way: process {process.pid} on {host} "
+            "holds run.lock"
+        )
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        take(tmp_path / lock.NAME, this_process()).release()
+    finally:
+        process.kill()
+        process.communicate()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_whoever_inherits_the_file_holds_it(tmp_path, monkeypatch):
+    """As the guard of a killed process does, until the ranks have ended."""
+    held = take(tmp_path / lock.NAME, left_behind())
+    guard = subprocess.Popen(["sleep", "600"], pass_fds=[held.handle])
+    os.close(held.handle)
+    held._released.set()
+    monkeypatch.setattr(lock, "CLEARING_S", 0.3)
+    try:
+        with pytest.raises(JobError):
+            take(tmp_path / lock.NAME, this_process())
+        monkeypatch.setattr(lock, "CLEARING_S", 30.0)
+    finally:
+        guard.kill()
+    take(tmp_path / lock.NAME, this_process()).release()
+    guard.wait()
+
+
+def test_a_lock_of_another_host_is_watched(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(lock, "BEAT_S", 0.1)
+    monkeypatch.setattr(lock, "PATIENCE_S", 0.4)
+    monkeypatch.setattr(lock, "_busy", lambda handle: None)
+    path = tmp_path / lock.NAME
+    elsewhere = take(path, replace(this_process(), kernel="other", host="n7", job="12"))
+    with pytest.raises(JobError, match=r"process \d+ on n7 \(job 12\) holds run.lock"):
+        take(path, this_process())
+    elsewhere._released.set()
+    time.sleep(0.2)
+    mine = take(path, this_process())
+    assert json.loads(path.read_text())["token"] == mine.owner.token
+    elsewhere.release()
+    mine.release()
+    assert not path.exists()
+    assert capsys.readouterr().err.count("waiting 0.4 s for a sign of process") == 2
+
+
+def test_the_owner_is_judged_by_what_is_known():
+    mine = Owner("a", "n1", "k", "p", 1, "5", "77", "1")
+    other = replace(mine, token="b", job="", restarts="0")
+    assert judge(other, mine, "", locked=True) is Verdict.ALIVE
+    assert judge(other, mine, "5", locked=False) is Verdict.DEAD, "flock is exact on one kernel"
+    assert judge(other, mine, "5", locked=None) is Verdict.ALIVE
+    assert judge(other, mine, "6", locked=None) is Verdict.DEAD, "another process has its id"
+    assert judge(other, mine, "", locked=None) is Verdict.DEAD
+    assert judge(replace(other, processes="q"), mine, "", locked=None) is Verdict.UNKNOWN, "another container"
+    for locked in (None, False):
+        assert judge(replace(other, kernel="l"), mine, "5", locked=locked) is Verdict.UNKNOWN, "another host"
+        assert judge(None, mine, "", locked=locked) is Verdict.UNKNOWN, "it is being written"
+        requeued = replace(other, kernel="l", job="77")
+        assert judge(requeued, mine, "", locked=locked) is Verdict.DEAD, "this job before it was requeued"
+        assert judge(replace(requeued, restarts="1"), mine, "", locked=locked) is Verdict.UNKNOWN, "another step of it"
+
+
+def test_a_process_holds_a_folder_once_and_a_rank_lets_its_parent_hold_it(tmp_path, monkeypatch):
+    with lock.releasing():
+        held = lock.hold(tmp_path)
+        assert lock.hold(tmp_path) is held is not None
+        monkeypatch.setattr(lock, "_held", {})
+        monkeypatch.setattr(lock, "_of_launcher", held.owner.token)
+        assert lock.hold(tmp_path) is None
+        monkeypatch.setattr(lock, "_of_launcher", "another")
+        with pytest.raises(JobError):
+            lock.hold(tmp_path)
+    held.release()
+    with lock.releasing():
+        assert lock.hold(tmp_path) is not None
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,67 @@
+"""What a killed process leaves is removed: by its guard, and only if nobody uses it."""
+
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+
+import pytest
+
+from hpcsync.system import process_cleanup
+from hpcsync.system.process_cleanup import MEMORY, remove_segments
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are found on Linux only")
+
+HOLDER = """
+import sys, time
+from hpcsync.system.process_cleanup import Will, guarded
+segment, folder, file = sys.argv[1:]
+with guarded("/test-" + folder, Will(["touch", file], [folder])):
+    open(segment, "w").close()
+    print("ready", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("guards", [True, False])
+def test_the_guard_of_a_killed_process_carries_out_its_will(tmp_path, guards):
+    segment, folder, file = MEMORY / f"mpich_shm_{uuid.uuid4().hex}", tmp_path / "folder", tmp_path / "file"
+    (folder / "below").mkdir(parents=True)
+    argv = [sys.executable, "-c", HOLDER, str(segment), str(folder), str(file)]
+    try:
+        with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout.readline() == "ready\n"
+            if not guards:
+                (guard,) = map(int, open(f"/proc/{process.pid}/task/{process.pid}/children").read().split())
+                os.kill(guard, signal.SIGKILL)
+            process.kill()
+        deadline_s = time.monotonic() + (10.0 if guards else process_cleanup.GRACE_S + 1.0)
+        while folder.exists() and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+        assert (file.exists(), not folder.exists(), not segment.exists()) == (guards, guards, guards)
+    finally:
+        segment.unlink(missing_ok=True)
+
+
+def test_only_segments_that_nobody_uses_are_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(process_cleanup, "MEMORY", tmp_path)
+    before, host = tmp_path / "mpich_shm_before", os.uname().nodename
+    before.write_bytes(b"x")
+    time.sleep(0.02)
+    since_ns = time.time_ns()
+    time.sleep(0.02)
+    left = [tmp_path / name for name in ("mpich_shm_1", f"sm_segment.{host}.0.1.0", "sem.mp-abc")]
+    kept = [tmp_path / name for name in ("mpich_shm_open", "mpich_shm_mapped", "users", "sm_segment.other.0.1.0")]
+    for path in (*left, *kept):
+        path.write_bytes(b"x")
+    with kept[0].open() as _, kept[1].open("r+b") as file:
+        mapped = mmap.mmap(file.fileno(), 1)
+        file.close()
+        remove_segments(since_ns)
+        assert {*tmp_path.iterdir()} == {before, *kept}
+        mapped.close()
+    remove_segments(since_ns)
+    assert {*tmp_path.iterdir()} == {before, *kept[2:]}
