@@ -22,7 +22,7 @@ def _commands(command: Any, name: str) -> Iterator[str]:
         return
     summary, _, rest = (command.help or "").partition("\n\n")
     arguments = [p for p in command.params if p.param_type_name == "argument"]
-    options = [p for p in command.params if p.param_type_name == "option"]
+    options = [p for p in command.params if p.param_type_name == "option" and not p.hidden]
     usage = " ".join([name, *(["[OPTIONS]"] if options else []), *map(_metavar, arguments)])
     yield f"## `{name}`\n\n{_joined(summary)}\n\n```text\n{usage}\n```\n"
     if rest:

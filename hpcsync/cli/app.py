@@ -16,7 +16,7 @@ from hpcsync.cli.job_command import JobCommand
 from hpcsync.config.errors import JobError
 from hpcsync.system import garbage
 from hpcsync.system.launcher import LaunchError, expected_rank, under_launcher
-from hpcsync.system.signals import left_to_rank_0
+from hpcsync.system.signals import ending_at_once, left_to_rank_0
 from hpcsync.version import __version__
 
 app = typer.Typer(
@@ -62,6 +62,7 @@ def run(
         ),
     ] = False,
     oversubscribe: Oversubscribe = False,
+    lock: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
     """Train a job on MPI ranks. Under mpirun, mpiexec or srun, this process is one of the ranks."""
     with user_errors_in_one_line():
@@ -74,8 +75,9 @@ def run(
             with garbage.loading():
                 from hpcsync.cli import rank_main
 
-            sys.exit(rank_main.main(job, overrides or [], ranks, out, resume))
-        from hpcsync.cli import run as commands
+            sys.exit(rank_main.main(job, overrides or [], ranks, out, resume, lock))
+        with ending_at_once():
+            from hpcsync.cli import run as commands
 
         sys.exit(commands.run(job, overrides or [], ranks, out, resume, oversubscribe=oversubscribe))
 
@@ -104,6 +106,23 @@ def launch(
 
     with user_errors_in_one_line():
         sys.exit(launching.launch(ranks, program, timeout, oversubscribe=oversubscribe))
+
+
+@app.command()
+def watch(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Folder of a run, or of runs: the one written last is shown.")
+    ] = Path("runs"),
+    once: Annotated[bool, typer.Option("--once", help="Show the present status and end.", show_default=False)] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print each status as a line of JSON.", show_default=False)
+    ] = False,
+) -> None:
+    """Watch a run: workers, waiting, decisions, stalls and the time left."""
+    with user_errors_in_one_line():
+        from hpcsync.cli import watch as watching
+
+        sys.exit(watching.watch(folder, once=once, as_json=as_json))
 
 
 @app.command(cls=JobCommand)
@@ -202,6 +221,9 @@ def compare(
         Path | None,
         typer.Option(metavar="FILE", help="Also write the table for LaTeX (booktabs).", show_default=False),
     ] = None,
+    report: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write a report (HTML) of all runs.", show_default=False)
+    ] = None,
 ) -> None:
     """Compare variants of a job over seeds: which is the fastest, and how sure that is.
 
@@ -210,8 +232,23 @@ def compare(
     with user_errors_in_one_line():
         from hpcsync.cli import compare as comparing
 
-        given = (vary or (), seeds, tune or (), tune_seeds, virtual, at_once, overrides or (), out, csv, latex)
+        given = (vary or (), seeds, tune or (), tune_seeds, virtual, at_once, overrides or (), out, csv, latex, report)
         sys.exit(comparing.main(paths, comparing.Asked(*given)))
+
+
+@app.command("report")
+def report_(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN...", help="Traces, or folders with the traces of runs.", show_default=False),
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The file, .html.")] = Path("report.html"),
+) -> None:
+    """Write a report of runs: one HTML file with figures, tables, the audit and the job, that loads nothing."""
+    from hpcsync.cli import report
+
+    with user_errors_in_one_line():
+        sys.exit(report.main(runs, out))
 
 
 app.command("figure", help=figure.HELP)(figure.command)

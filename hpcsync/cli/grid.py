@@ -246,10 +246,11 @@ def carry_out(path: Path, runs: Sequence[Run], *, simulated: bool, at_once: int)
 
 
 def _execute(path: Path, run: Run, processes: list[subprocess.Popen[bytes]], *, simulated: bool) -> int:
-    from hpcsync.run_dir import layout
+    from hpcsync.run_dir import layout, lock
 
     if simulated and run.folder.exists():
         layout.put_aside(run.folder)
+        lock.release(run.folder)
     run.folder.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "hpcsync", "simulate" if simulated else "run", str(path)]
     command += [word for override in run.overrides for word in ("--set", override)]

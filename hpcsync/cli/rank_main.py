@@ -19,7 +19,7 @@ from hpcsync.config.job import Job, Script
 from hpcsync.core.job_validation import check
 from hpcsync.core.session import Session
 from hpcsync.core.stanza_resolution import resolved
-from hpcsync.run_dir import layout
+from hpcsync.run_dir import layout, lock
 from hpcsync.run_dir.checkpoint import Resumed
 from hpcsync.run_dir.progress_line import say
 from hpcsync.system import gpu_selection
@@ -33,9 +33,21 @@ if TYPE_CHECKING:
 
 
 def main(
-    path: str | Path, overrides: Sequence[str], ranks: int | None, out: str | Path | None, resume: bool = False
+    path: str | Path,
+    overrides: Sequence[str],
+    ranks: int | None,
+    out: str | Path | None,
+    resume: bool = False,
+    lock_token: str = "",
 ) -> int:
     """Run this rank of a job; a failure ends all ranks at once.
+
+    Parameters
+    ----------
+    path, overrides, ranks, out, resume
+        As on the command line.
+    lock_token
+        Token of the lock that the process which started the ranks holds on `out`.
 
     Returns
     -------
@@ -56,6 +68,7 @@ def main(
     from hpcsync.mpi.transport.node_topology import arranged
 
     import_beside(path)
+    lock.inherit(lock_token)
     try:
         with aborting(comm, but=JobError):
             if agree(comm, lambda: layout.finished_already(out, resume)):

@@ -10,12 +10,14 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
+from hpcsync.cli.watch import viewed
 from hpcsync.config import job as jobs
 from hpcsync.config.job import Job
+from hpcsync.run_dir import lock
 from hpcsync.system import garbage, gpu_selection, launcher
+from hpcsync.system.process_cleanup import Will
 from hpcsync.system.signals import TO_BE_RESUMED, ending_at_once
 
 
@@ -50,6 +52,13 @@ def run(
     JobError or LaunchError
         Before any rank starts.
     """
+    with lock.releasing():
+        return _run(path, overrides, ranks, out, resume, oversubscribe=oversubscribe)
+
+
+def _run(
+    path: Path, overrides: Sequence[str], ranks: int | None, out: Path | None, resume: bool, *, oversubscribe: bool
+) -> int:
     with ending_at_once():
         from hpcsync.run_dir import checkpoint as checkpoints
         from hpcsync.run_dir import layout
@@ -66,17 +75,22 @@ def run(
     if resume and before is None:
         layout.put_aside(out)
     folder = layout.choose(job, out, before)
+    held = lock.hold(folder)
+    assert held is not None, "this process is no rank"
     argv = ["python", "-m", "mpi4py", "-m", "hpcsync", "run", str(path)]
     for override in overrides:
         argv += ["--set", override]
     n_ranks = ranks or job.cluster.ranks
-    argv += ["-n", str(n_ranks), "--out", str(folder), *(["--resume"] if resume else [])]
+    argv += ["--lock", held.owner.token, "-n", str(n_ranks), "--out", str(folder), *(["--resume"] if resume else [])]
+    tolerant = job.cluster.on_death == "continue"
+    will = Will(_settling(folder), [str(held.path)], [held.handle])
     try:
-        ended = launcher.launch(n_ranks, argv, suspends=True, tolerant=job.cluster.on_death == "continue")
+        with viewed(folder) as write:
+            ended = launcher.launch(n_ranks, argv, suspends=True, tolerant=tolerant, will=will, write=write)
     finally:
-        if not given:
-            with suppress(OSError):  # it is not empty
-                folder.rmdir()
+        if not given and os.listdir(folder) == [lock.NAME]:
+            lock.release(folder)
+            folder.rmdir()
     # Open MPI's launcher ends with status 0 when it has lost a whole node: only the last file of a run proves its end.
     if ended.status == 0 and (folder / layout.SUMMARY).exists():
         return 0
@@ -87,7 +101,7 @@ def run(
         return 2 if ended.status == 2 else 1
     if ended.status == TO_BE_RESUMED:
         return 1 if ended.signum == signal.SIGINT else TO_BE_RESUMED
-    _settle(folder / layout.TRACE, "failed" if ended.signum is None else "interrupted")
+    _settle(folder, "failed" if ended.signum is None else "interrupted")
     if (checkpoint := checkpoints.newest(folder)) is not None:
         print(f"hpcsync: use --resume to resume from {checkpoint}", file=sys.stderr)
     return TO_BE_RESUMED if ended.signum == signal.SIGTERM else 1
@@ -145,10 +159,19 @@ def simulate(path: Path, overrides: Sequence[str], out: Path | None, times_from:
     return run.simulate(job, out, console())
 
 
-def _settle(trace: Path, status: str) -> None:
-    """Write the status of the run into its trace, if the ranks were killed before they could."""
+def _settling(folder: Path) -> list[str]:
+    """Return a command that settles a run whose parent was killed."""
+    code = "import sys, pathlib; from hpcsync.cli.run import _settle; _settle(pathlib.Path(sys.argv[1]), sys.argv[2])"
+    return [sys.executable, "-c", code, str(folder.absolute()), "interrupted"]
+
+
+def _settle(folder: Path, status: str) -> None:
+    """Write the status of the run into its trace and status file, if the ranks were killed before they could."""
+    from hpcsync.run_dir import layout, status_file
     from hpcsync.trace.reader import TraceError, settle
 
+    trace = folder / layout.TRACE
+    status_file.settle(folder, status)
     try:
         if settle(trace, status):
             print(f"hpcsync: {status}; the trace so far is {trace}", file=sys.stderr)

@@ -161,7 +161,7 @@ def compare(variants: Mapping[str, Mapping[int, Summary]], condition: str = "") 
     condition : str
         Their condition, which is the same for all.
     """
-    times = {label: {seed: _time(run) for seed, run in runs.items()} for label, runs in variants.items()}
+    times = {label: {seed: time_s(run) for seed, run in runs.items()} for label, runs in variants.items()}
     means = {label: np.mean(list(each.values())) for label, each in times.items()}  # infinite if one is censored
     arrived = [label for label in means if math.isfinite(means[label])]
     fastest = min(arrived, key=lambda label: means[label], default=None)
@@ -194,7 +194,8 @@ def compare(variants: Mapping[str, Mapping[int, Summary]], condition: str = "") 
     return Variants(condition, tuple(rows), fastest, next(iter(targets)) if len(targets) == 1 else None, remarks)
 
 
-def _time(run: Summary) -> float:
+def time_s(run: Summary) -> float:
+    """Return the time to the target; infinite if the run did not reach it."""
     return math.inf if run.time_to_target_s is None else run.time_to_target_s
 
 
@@ -225,8 +226,8 @@ def _remarks(rows: Sequence[Row], targets: set[str | None], common: int, seeds: 
 
 def table(conditions: Sequence[Variants]) -> RenderableType:
     """Return a table for each condition, with equal columns, that fits into 80 columns."""
-    names = _headers(conditions)
-    cells = [[_cells(row, variants, names[-1]) for row in variants.rows] for variants in conditions]
+    names = column_names(conditions)
+    cells = [[row_cells(row, variants, names[-1]) for row in variants.rows] for variants in conditions]
     widths = [max(map(len, column)) for column in zip(names, *(row[1:] for rows in cells for row in rows), strict=True)]
     parts: list[RenderableType] = []
     for variants, rows in zip(conditions, cells, strict=True):
@@ -244,13 +245,14 @@ def table(conditions: Sequence[Variants]) -> RenderableType:
     return Group(*parts, Text(about, "dim"))
 
 
-def _headers(conditions: Sequence[Variants]) -> tuple[str, ...]:
-    """Return the names of the columns after that of the variant."""
+def column_names(conditions: Sequence[Variants]) -> tuple[str, ...]:
+    """Return the names of a table's columns after that of the variant."""
     quality = "loss" if all(row.accuracy is None for variants in conditions for row in variants.rows) else "accuracy"
     return ("to target", "behind", "P", "samples/s", "wait", "stale", "MB", quality)
 
 
-def _cells(row: Row, variants: Variants, quality: str) -> list[str]:
+def row_cells(row: Row, variants: Variants, quality: str) -> list[str]:
+    """Return the cells of a table's row: the label, then the `column_names`, of which `quality` is the last."""
     final = getattr(row, quality)
     return [
         row.label,
@@ -314,7 +316,7 @@ def escaped(text: str) -> str:
 
 def to_latex(conditions: Sequence[Variants]) -> str:
     """Return the variants as a LaTeX table of the package booktabs."""
-    names = _headers(conditions)
+    names = column_names(conditions)
     lines = [
         "% needs \\usepackage{booktabs} and \\usepackage[T1]{fontenc}",
         f"\\begin{{tabular}}{{l{'r' * len(names)}}}",
@@ -325,7 +327,7 @@ def to_latex(conditions: Sequence[Variants]) -> str:
         lines.append(r"\midrule")
         if variants.condition:
             lines.append(rf"\multicolumn{{{len(names) + 1}}}{{l}}{{{escaped(variants.condition)}}} \\")
-        lines += [_latex_row(_cells(row, variants, names[-1])) for row in variants.rows]
+        lines += [_latex_row(row_cells(row, variants, names[-1])) for row in variants.rows]
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
 
 

@@ -20,7 +20,7 @@ from hpcsync.core.job_validation import check
 from hpcsync.core.peer_coordinator import PeerCoordinator
 from hpcsync.core.stanza_resolution import resolved
 from hpcsync.report import trace_pair
-from hpcsync.run_dir import layout
+from hpcsync.run_dir import layout, lock
 from hpcsync.run_dir.progress_line import Progress
 from hpcsync.simulator import cluster, factory, peer_transfers
 from hpcsync.simulator.server_run import ServerSimulation
@@ -36,6 +36,7 @@ CHORES_EVERY = 256  # pushes or step infos
 Watch = Callable[[float, Coordinator | PeerCoordinator], None]
 
 
+@lock.releasing()
 def simulate(job: Job, out: Path | None, console: Console) -> int:
     """Simulate a job into a folder.
 

@@ -84,6 +84,7 @@ def test_it_leaves_the_job_that_was_run(trained: Trained) -> None:
         "job.toml",
         "summary.json",
         "weights.safetensors",
+        "status.json",
     }
     assert jobs.load(trained.folder / "job.toml") == trained.job
     assert load(trained.folder / "trace.h5").job == trained.job

@@ -58,7 +58,7 @@ def test_a_plain_run_starts_ranks(calls: list[tuple]) -> None:
 def test_a_run_under_a_launcher_is_a_rank(calls: list[tuple], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PMI_SIZE", "3")
     assert run("run", "job.toml", "--set", "a=1", "-n", "3", "--out", "o").exit_code == 4
-    assert calls == [("rank", Path("job.toml"), ["a=1"], 3, Path("o"), False)]
+    assert calls == [("rank", Path("job.toml"), ["a=1"], 3, Path("o"), False, "")]
 
 
 def test_show(calls: list[tuple]) -> None:
@@ -115,10 +115,12 @@ def test_usage() -> None:
     expected = [
         "run",
         "launch",
+        "watch",
         "simulate",
         "show",
         "audit",
         "compare",
+        "report",
         "figure",
         "cite",
         "doctor",

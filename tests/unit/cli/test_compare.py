@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from hpcsync.cli import grid, run
-from hpcsync.cli.compare import TUNING_SEEDS, Asked, grouped, main
+from hpcsync.cli.compare import TUNING_SEEDS, Asked, main
+from hpcsync.cli.finished_runs import grouped
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import load
 
@@ -89,7 +90,8 @@ def test_a_grid_is_run_once_and_continued(job: Path, commands: Commands, capsys:
     assert "6 runs of 2 variants in grid; 0 have finished already" in capsys.readouterr().err
 
     del commands.folders[:]
-    assert main([job], asked(seeds=4)) == 0
+    assert main([job], asked(seeds=4, report=Path("all.html"))) == 0
+    assert "<dt>runs</dt><dd>8</dd>" in Path("all.html").read_text()
     assert commands.folders == ["grid/bsp/seed-8", "grid/ssp-staleness=2/seed-8"]
     assert rows()["bsp"]["runs"] == "4"
     again = rows()

@@ -1,5 +1,6 @@
 """Command run: no rank starts for a wrong job, and the trace records how the ranks ended."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from hpcsync.cli import run
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job, load
-from hpcsync.run_dir import layout
+from hpcsync.run_dir import layout, lock
 from hpcsync.run_dir.checkpoint import RUN, Checkpoints
 from hpcsync.system import launcher
 from hpcsync.system.launcher import Ended, LaunchError
@@ -52,6 +53,7 @@ class Ranks:
         self.command = [str(n), *argv]
         folder = Path(argv[argv.index("--out") + 1])
         folder.mkdir(parents=True, exist_ok=True)
+        self.token = json.loads((folder / lock.NAME).read_text())["token"]
         if self.status is not None:
             attributes = provenance(self._job, engine="mpi", mpi_library="", hosts=["h"])
             writer = TraceWriter(folder / layout.TRACE, attributes)
@@ -71,8 +73,9 @@ def ranks(path: Path, monkeypatch: pytest.MonkeyPatch) -> Ranks:
 def test_command_line_of_the_ranks(path: Path, ranks: Ranks) -> None:
     assert run.run(path, ["seed=5", "optimizer.lr=0.2"], 5, Path("o")) == 0
     program = "5 python -m mpi4py -m hpcsync run".split()
-    settings = ["--set", "seed=5", "--set", "optimizer.lr=0.2", "-n", "5", "--out", "o"]
+    settings = ["--set", "seed=5", "--set", "optimizer.lr=0.2", "--lock", ranks.token, "-n", "5", "--out", "o"]
     assert ranks.command == [*program, str(path), *settings]
+    assert not Path("o", lock.NAME).exists()
 
 
 def test_every_run_has_its_own_folder(path: Path, ranks: Ranks) -> None:
@@ -138,14 +141,27 @@ def test_a_launch_that_fails_leaves_no_empty_folder(
     found: list[bool] = []
 
     def fail(n: int, argv: list[str], **how: bool) -> Ended:
-        found.append(Path(argv[-1]).is_dir() and not any(Path(argv[-1]).iterdir()))
+        found.append([path.name for path in Path(argv[-1]).iterdir()] == [lock.NAME])
         raise LaunchError("mpiexec: not found")
 
     monkeypatch.setattr(launcher, "launch", fail)
     with pytest.raises(LaunchError):
         run.run(path, [], None, out)
-    assert found == [True], "the ranks would find it made and empty"
+    assert found == [True], "the ranks would find it made and locked"
     assert not any(Path("runs").iterdir()) if out is None else not out.exists()
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_the_folder_of_a_run_under_way_is_refused(path: Path, ranks: Ranks, resume: bool) -> None:
+    assert run.run(path, [], None, Path("o")) == 0
+    Path("o/summary.json").unlink()
+    before = {file: file.read_bytes() for file in Path("o").iterdir()}
+    ranks.command = []
+    held = lock.take(Path("o", lock.NAME).absolute(), lock.this_process())
+    with pytest.raises(JobError, match=r"must not be the folder of a run that is under way: process \d+ on "):
+        run.run(path, [], None, Path("o"), resume=resume)
+    held.release()
+    assert (ranks.command, {file: file.read_bytes() for file in Path("o").iterdir()}) == ([], before)
 
 
 def test_an_empty_folder_of_the_user_is_kept(path: Path, ranks: Ranks) -> None:

@@ -1,0 +1,126 @@
+"""Finished runs in folders, grouped into variants, with the keys of the job file in which they differ as names."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hpcsync.cli import grid
+from hpcsync.config import job as jobs
+from hpcsync.config.errors import JobError
+
+if TYPE_CHECKING:
+    from hpcsync.report.summary import Summary
+
+NOT_COMPARED = ("name", "seed")  # keys in which runs of one variant may differ
+
+
+class Read(NamedTuple):
+    """Run whose trace has been read."""
+
+    trace: Path
+    job: jobs.Job
+    summary: Summary
+
+
+Found = dict[grid.Variant, dict[int, Read]]  # runs by seed
+
+
+def grouped(paths: Iterable[Path]) -> Found:
+    """Return the finished runs in these folders, by variant and seed.
+
+    Runs are of one variant if their jobs differ in seed and name only. Runs that have not finished are left out and
+    counted in a line on standard error.
+
+    Raises
+    ------
+    JobError
+        If a folder has no trace, a trace cannot be read, or two runs have the same job and seed.
+    """
+    found: dict[str, tuple[dict[str, Any], dict[int, Read]]] = {}
+    unfinished = []
+    for run in map(read, traces(paths)):
+        if run.summary.status != "finished":
+            unfinished.append(run.trace)
+            continue
+        keys = {key: text for key, text in _keys(run.job, run.summary.engine) if key not in NOT_COMPARED}
+        runs = found.setdefault(repr(keys), (keys, {}))[1]
+        if run.job.seed in runs:
+            raise JobError(f"{run.trace}: must not have the job and the seed ({run.job.seed}) of another run")
+        runs[run.job.seed] = run
+    if unfinished:
+        print(f"hpcsync: {len(unfinished)} runs have not finished and are left out: {unfinished[0]}", file=sys.stderr)
+    variants = _named([keys for keys, _ in found.values()])
+    return dict(zip(variants, (runs for _, runs in found.values()), strict=True))
+
+
+def traces(paths: Iterable[Path]) -> list[Path]:
+    """Return the traces in these folders. Raises JobError for a folder without one."""
+    return [trace for path in paths for trace in _traces(path)]
+
+
+def _traces(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    found = [path / "trace.h5"] if (path / "trace.h5").exists() else sorted(path.rglob("trace.h5"))
+    if not found:
+        raise JobError(f"{path}: must be a trace, or a folder with the traces of runs")
+    return found
+
+
+def read(path: Path) -> Read:
+    """Read and summarize a trace. Raises JobError if that is not possible."""
+    from hpcsync.report.summary import summarize
+    from hpcsync.trace.reader import TraceError, opened
+
+    try:
+        with opened(path) as trace:
+            return Read(trace.path, trace.job, summarize(trace))
+    except TraceError as error:
+        raise JobError(str(error)) from None
+
+
+def _keys(job: jobs.Job, engine: str | None) -> Iterable[tuple[str, str]]:
+    """Return the keys of a job with their values in TOML, without a number of servers that is the default."""
+    import tomllib
+
+    table = tomllib.loads(job.to_toml())
+    if table["cluster"].get("servers") == jobs.default_servers(table["paradigm"]):
+        del table["cluster"]["servers"]
+    return [*_flat(table), ("engine", str(engine))]
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value if isinstance(value, str) else grid.in_one_line(value).replace(", ", ",")
+
+
+def _named(variants: Sequence[Mapping[str, str]]) -> list[grid.Variant]:
+    """Return the keys in which each variant differs; a paradigm's options from others with the same paradigm."""
+    found = []
+    for keys in variants:
+        condition: list[str] = []
+        choice: list[str] = []
+        for key, value in keys.items():
+            alike = [other for other in variants if not _option_of_another(key, keys, other)]
+            if any(other.get(key) != value for other in alike):
+                word = value if key.endswith(".name") or key == "engine" else f"{key.rpartition('.')[2]}={value}"
+                (choice if grid.is_choice(key) else condition).append(word)
+        words = (" ".join(sorted(each, key=lambda word: "=" in word)) for each in (condition, choice))
+        found.append(grid.Variant(next(words), next(words) or "job"))
+    return [
+        each if found.count(each) == 1 else each._replace(label=f"{each.label} ({found[:i].count(each) + 1})")
+        for i, each in enumerate(found)
+    ]
+
+
+def _option_of_another(key: str, keys: Mapping[str, str], other: Mapping[str, str]) -> bool:
+    """Return whether this key is an option of a table whose kind the other variant does not share."""
+    folder = key.rpartition(".")[0]
+    kinds = [f"{folder}.{word}" for word in ("name", "model")]
+    return any(kind in keys and kind != key and keys[kind] != other.get(kind) for kind in kinds)

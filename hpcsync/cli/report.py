@@ -1,0 +1,70 @@
+"""Command `hpcsync report`: runs as one HTML file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpcsync.cli import finished_runs, grid
+from hpcsync.cli.finished_runs import Found
+from hpcsync.config.errors import JobError
+from hpcsync.system.atomic_files import whole
+
+SUFFIXES = (".html", ".htm")
+
+
+def main(paths: Sequence[Path], file: Path) -> int:
+    """Write the report of these runs; return the exit status.
+
+    One run may have any status. Of several runs, those that have not finished are left out.
+
+    Raises
+    ------
+    JobError
+        For a file that is no HTML, or if there is nothing to report.
+    """
+    check(file)
+    traces = finished_runs.traces(paths)
+    if len(traces) > 1:
+        found = finished_runs.grouped(traces)
+    else:
+        run = finished_runs.read(traces[0])
+        found = {grid.Variant("", run.job.paradigm.label): {run.job.seed: run}}
+    if not found:
+        raise JobError("report: no run has finished")
+    write_report(found, file)
+    return 0
+
+
+def check(file: Path) -> None:
+    """Raise JobError unless the name of the file is that of a page."""
+    if file.suffix not in SUFFIXES:
+        raise JobError(f"{file}: must end in {' or '.join(SUFFIXES)}")
+
+
+def write_report(found: Found, file: Path) -> None:
+    """Write the report of these runs and print the name of the file. Raises JobError if that is not possible."""
+    from hpcsync.html_report.page import render
+    from hpcsync.html_report.run_data import RunData, read_all
+    from hpcsync.trace.reader import TraceError
+
+    one = len({variant.label for variant in found}) == 1
+    data: dict[str, dict[str, list[RunData]]] = {}
+    given = [(variant, run) for variant, runs in found.items() for run in runs.values()]
+    try:
+        for (variant, run), each in zip(given, read_all((run.trace, run.summary) for _, run in given), strict=True):
+            label = run.job.paradigm.label if one else variant.label
+            data.setdefault(variant.condition, {}).setdefault(label, []).append(each)
+    except TraceError as error:
+        raise JobError(str(error)) from None
+    write_text(file, render(data))
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write a file and print its name. Raises JobError if that is not possible."""
+    try:
+        with whole(file) as path:
+            path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise JobError(f"{file}: {error.strerror}") from None
+    print(f"written: {file}")

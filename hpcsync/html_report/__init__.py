@@ -1,0 +1,1 @@
+"""Report of runs as one HTML file, without JavaScript and without anything to load."""

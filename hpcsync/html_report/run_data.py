@@ -1,0 +1,174 @@
+"""What a report says of one run, read from its trace in slices and small enough to hold for many runs at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hpcsync.audit.check import Check
+from hpcsync.config.job import Job
+from hpcsync.report.summary import Summary
+from hpcsync.trace.reader import Trace, TraceFile, load, opened
+from hpcsync.trace.schema import Outcome
+
+PARTS = ("load", "compute", "wait", "comm")  # columns of times, without their unit
+AUDITED_ROWS = 250_000  # of all runs of a report: an audit takes about 20 s for as many pushes
+EVALUATIONS = 500  # rows kept of a run, evenly spaced
+DECISIONS = 400  # rows kept of each controller, evenly spaced
+STALLS = 40  # rows kept
+
+
+class Decisions(NamedTuple):
+    """Decisions of one controller.
+
+    Attributes
+    ----------
+    n
+        Number of all decisions.
+    rows
+        Some of them, evenly spaced, with the columns now_s, worker and chosen.
+    """
+
+    n: int
+    rows: np.ndarray
+
+
+class RunData(NamedTuple):
+    """One run.
+
+    Attributes
+    ----------
+    parts_s
+        Seconds of each part of an iteration, shape (n_workers, 4), in the order of `PARTS`.
+    staleness, leads
+        Number of applied pushes by staleness, and of starts of an iteration by lead; empty without servers.
+    waits_s
+        Seconds for which each worker was blocked until a push of another released it, shape (n_workers, n_workers);
+        None without servers.
+    hosts
+        Host of each worker; "" where it is not known.
+    stalls, n_stalls
+        The first reports of stalls, and the number of all.
+    checks
+        Result of the audit; None if it was not made.
+    """
+
+    path: Path
+    job: Job
+    attributes: dict[str, Any]
+    summary: Summary
+    parts_s: np.ndarray
+    staleness: np.ndarray
+    leads: np.ndarray
+    waits_s: np.ndarray | None
+    hosts: tuple[str, ...]
+    evaluations: np.ndarray
+    decisions: dict[str, Decisions]
+    membership: np.ndarray
+    stalls: np.ndarray
+    n_stalls: int
+    checks: tuple[Check, ...] | None
+
+
+def read_all(runs: Iterable[tuple[Path, Summary]]) -> Iterator[RunData]:
+    """Read runs in turn, and audit each that has no more than the rows that are left of `AUDITED_ROWS`.
+
+    Raises
+    ------
+    TraceError
+        If a trace cannot be read.
+    """
+    left = AUDITED_ROWS
+    for path, summary in runs:
+        n_rows = summary.pushes or summary.iterations
+        yield read(path, summary, audited=n_rows <= left)
+        left -= n_rows if n_rows <= left else 0
+
+
+def read(path: Path, summary: Summary, *, audited: bool = True) -> RunData:
+    """Read a run, and audit it if wanted. Raises TraceError if its trace cannot be read."""
+    from hpcsync.audit.trace_audit import audit
+
+    with opened(path) as file:
+        trace: Trace | TraceFile = load(path) if audited else file
+        stalls = _rows(trace, "stalls")
+        return RunData(
+            path=path,
+            job=trace.job,
+            attributes=trace.attributes,
+            summary=summary,
+            parts_s=_parts_s(trace),
+            staleness=_counts(trace, "pushes", "staleness"),
+            leads=_counts(trace, "grants", "gap_iters"),
+            waits_s=None,
+            hosts=_hosts(trace),
+            evaluations=evenly(_rows(trace, "evaluations"), EVALUATIONS),
+            decisions=_decisions(trace),
+            membership=_rows(trace, "membership"),
+            stalls=stalls[:STALLS],
+            n_stalls=len(stalls),
+            checks=tuple(audit(trace)) if isinstance(trace, Trace) else None,
+        )
+
+
+def evenly(rows: Any, most: int) -> Any:
+    """Return at most `most` evenly spaced items of a sequence or rows of an array, with the first and the last."""
+    if len(rows) <= most:
+        return rows
+    chosen = np.linspace(0, len(rows) - 1, most).round().astype(int)
+    return rows[chosen] if isinstance(rows, np.ndarray) else [rows[i] for i in chosen]
+
+
+def _rows(trace: Trace | TraceFile, table: str) -> np.ndarray:
+    return np.concatenate(list(trace.slices(table)))
+
+
+def _parts_s(trace: Trace | TraceFile) -> np.ndarray:
+    sums_s = np.zeros((trace.n_workers, len(PARTS)))
+    for rows in trace.slices("pushes" if trace.job.has_servers else "exchanges"):
+        for i, part in enumerate(PARTS):
+            sums_s[:, i] += np.bincount(rows["worker"], np.nan_to_num(rows[f"{part}_s"]), trace.n_workers)
+    return sums_s
+
+
+def _counts(trace: Trace | TraceFile, table: str, column: str) -> np.ndarray:
+    counts = np.zeros(0, np.int64)
+    for rows in trace.slices(table):
+        counted = rows["outcome"] == Outcome.APPLIED if table == "pushes" else rows["local_steps"] != 0
+        counts = add(counts, np.bincount(np.maximum(rows[column][counted], 0)))
+    return counts
+
+
+def add(counts: np.ndarray, more: np.ndarray) -> np.ndarray:
+    """Return the sum of two arrays of counts, the shorter one filled with zeros."""
+    total = np.zeros(max(len(counts), len(more)), np.int64)
+    total[: len(counts)] += counts
+    total[: len(more)] += more
+    return total
+
+
+def _hosts(trace: Trace | TraceFile) -> tuple[str, ...]:
+    hosts = [""] * trace.n_workers
+    n_servers = int(trace.attributes.get("n_servers") or 0)
+    for row in _rows(trace, "clocks"):
+        if 0 <= (worker := int(row["rank"]) - n_servers) < trace.n_workers:
+            hosts[worker] = row["host"].decode(errors="replace")
+    return tuple(hosts)
+
+
+def _decisions(trace: Trace | TraceFile) -> dict[str, Decisions]:
+    kept: dict[str, list[np.ndarray]] = {}
+    for rows in trace.slices("decisions"):
+        for name in np.unique(rows["controller"]):
+            own = rows[rows["controller"] == name][["now_s", "worker", "chosen"]]
+            kept.setdefault(name.decode(errors="replace"), []).append(own.copy())
+    found = {name: np.concatenate(each) for name, each in kept.items()}
+    return {name: Decisions(len(rows), evenly(rows, DECISIONS)) for name, rows in found.items()}
+
+
+def runs_with(runs: Sequence[RunData], attribute: str) -> list[str]:
+    """Return the different values of an attribute of the traces, in order; "unknown" where it is missing."""
+    return list(dict.fromkeys(str(run.attributes.get(attribute) or "unknown") for run in runs))

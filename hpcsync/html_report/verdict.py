@@ -1,0 +1,192 @@
+"""Verdict of a report: three sentences that say what the numbers show, and how sure that is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from hpcsync.html_report.run_data import PARTS, RunData
+from hpcsync.html_report.svg import number
+from hpcsync.report.variants import LEAST_SEEDS, Row, Variants
+
+STRAGGLES = 1.2  # times the median from which on a worker is said to be slow
+
+
+def of_variants(result: Variants, runs: Mapping[str, Sequence[RunData]]) -> list[str]:
+    """Return three sentences on the variants under one condition."""
+    every = [run for each in runs.values() for run in each]
+    if len(result.rows) == 1:
+        return [_arrival(result.rows[0], result, every), _time(every), checked(every)]
+    fastest = next((row for row in result.rows if row.label == result.fastest), None)
+    if fastest is None:
+        return [_no_fastest(result), _quality(result, None), checked(every)]
+    seeds = f"on average over {fastest.runs} seeds" if fastest.runs > 1 else "with one seed"
+    assert fastest.time_s is not None
+    first = f"{fastest.label} reached {result.target or 'its target'} soonest, after {_mean(fastest)} {seeds}"
+    if fastest.fastest is not None:
+        first += f"; its probability of being the fastest is {fastest.fastest:.2f}"
+    last = checked(every) if any(map(_failed, every)) else _quality(result, fastest)
+    return [f"{first}.", _behind(result, fastest), last]
+
+
+def _failed(run: RunData) -> bool:
+    return not all(check.passed for check in run.checks or ())
+
+
+def _mean(row: Row) -> str:
+    assert row.time_s is not None
+    words = f"{number(float(f'{row.time_s.mean:.3g}'))} s"
+    if row.time_s.half_width is None:
+        return words
+    low, high = row.time_s.mean - row.time_s.half_width, row.time_s.mean + row.time_s.half_width
+    return f"{words} (95 % interval {low:.3g} to {high:.3g} s)"
+
+
+def _no_fastest(result: Variants) -> str:
+    if result.target is None:
+        rates = [row for row in result.rows if row.samples_per_s is not None]
+        best = max(rates, key=lambda row: row.samples_per_s or 0.0, default=None)
+        words = "The jobs have no common target, so no variant is the fastest"
+        rate = "" if best is None else f"; {best.label} processed most samples per second ({best.samples_per_s:,.0f})"
+        return f"{words}{rate}."
+    best = max(result.rows, key=lambda row: row.arrived / row.runs)
+    if not best.arrived:
+        return f"No run reached {result.target}."
+    return (
+        f"No variant reached {result.target} in all of its runs, so none is the fastest; {best.label} did in "
+        f"{best.arrived} of {best.runs}."
+    )
+
+
+def _behind(result: Variants, fastest: Row) -> str:
+    sure, unsure, absent = [], [], []
+    for row in result.rows:
+        if row is fastest:
+            continue
+        if row.behind_s is None:
+            absent.append(row.label)
+        elif row.behind_s.half_width is not None and row.behind_s.mean > row.behind_s.half_width:
+            sure.append(f"{row.label} (by {row.behind_s.mean:.3g} s)")
+        else:
+            unsure.append(f"{row.label} (by {row.behind_s.mean:.3g} s)")
+    parts = []
+    if sure:
+        parts.append(f"it is ahead of {listed(sure)} by more than the seeds explain")
+    if unsure:
+        few = f", since an interval needs {LEAST_SEEDS} common seeds" if not _has_intervals(result) else ""
+        parts.append(f"its lead over {listed(unsure)} may be chance{few}")
+    if absent:
+        parts.append(f"no mean difference is known to {listed(absent)}, of which a run did not arrive")
+    words = "; ".join(parts)
+    return f"{words[:1].upper()}{words[1:]}."
+
+
+def _has_intervals(result: Variants) -> bool:
+    return any(row.behind_s is not None and row.behind_s.half_width is not None for row in result.rows)
+
+
+def _quality(result: Variants, fastest: Row | None) -> str:
+    waits = sorted((row for row in result.rows if row.wait_share is not None), key=lambda row: row.wait_share or 0.0)
+    parts = []
+    if len(waits) > 1:
+        low, high = waits[0], waits[-1]
+        parts.append(
+            f"Workers waited {_percent(low.wait_share)} of their time under {low.label} and "
+            f"{_percent(high.wait_share)} under {high.label}"
+        )
+    accurate = [row for row in result.rows if row.accuracy is not None]
+    if accurate:
+        best = max(accurate, key=lambda row: row.accuracy or 0.0)
+        parts.append(f"{best.label} ended with the best accuracy ({best.accuracy:.4g})")
+        if fastest is not None and fastest is not best and fastest.accuracy is not None:
+            parts[-1] += f", {fastest.label} with {fastest.accuracy:.4g}"
+    else:
+        known = [row for row in result.rows if row.loss is not None and math.isfinite(row.loss)]
+        if known:
+            best = min(known, key=lambda row: row.loss or 0.0)
+            parts.append(f"{best.label} ended with the smallest loss ({best.loss:.4g})")
+    return (", and ".join(parts) or "No evaluation has a result") + "."
+
+
+def _arrival(row: Row, result: Variants, runs: Sequence[RunData]) -> str:
+    run = runs[0].summary
+    where = "in virtual time" if run.engine == "simulator" else "on MPI ranks"
+    crew = f"{plural(run.n_workers, 'worker')}" + (f" and {plural(run.n_servers, 'server')}" if run.n_servers else "")
+    who = f"{run.name} ({run.paradigm}, {crew}, {where})"
+    if run.status != "finished":
+        return f"{who} did not finish: its status is {run.status}, after {run.duration_s:.4g} s."
+    if result.target is None:
+        return f"{who} ended after {run.duration_s:.4g} s and {run.samples:,} samples; it has no target."
+    if not row.arrived:
+        return (
+            f"{who} did not reach {result.target}: it ended after {run.duration_s:.4g} s and {run.samples:,} samples."
+        )
+    if row.time_s is None:
+        return f"{who} reached {result.target} in {row.arrived} of {plural(row.runs, 'run')}."
+    over = f", the mean of {row.runs} seeds" if row.runs > 1 else ""
+    return f"{who} reached {result.target} after {_mean(row)}{over}."
+
+
+def _time(runs: Sequence[RunData]) -> str:
+    sums_s = sum((run.parts_s.sum(axis=0) for run in runs), np.zeros(len(PARTS)))
+    if not sums_s.sum():
+        return "No iteration was recorded."
+    load, compute, wait, comm = sums_s / sums_s.sum()
+    words = f"Workers computed {_percent(compute)} of their time, waited {_percent(wait)}"
+    words += f", and communicated {_percent(comm)}"
+    words += f"; {_percent(load)} was loading" if load >= 0.01 else ""
+    return words + _slowest(runs[0]) + "."
+
+
+def _slowest(run: RunData) -> str:
+    iterations = np.array([worker.iterations for worker in run.summary.workers])
+    if len(iterations) < 2 or not iterations.all():
+        return ""
+    each_s = run.parts_s[:, 1] / iterations
+    worker, median = int(each_s.argmax()), float(np.median(each_s))
+    if not median or each_s[worker] < STRAGGLES * median:
+        return ""
+    host = f" on {run.hosts[worker]}" if len(set(run.hosts)) > 1 else ""
+    return f"; worker {worker}{host} is the slowest, its iterations take {each_s[worker] / median:.2g} times the median"
+
+
+def checked(runs: Sequence[RunData]) -> str:
+    """Return the result of the audits in a sentence, with the deaths and stalls."""
+    audited = [run for run in runs if run.checks is not None]
+    failed = list(filter(_failed, audited))
+    if failed:
+        result = f"The audit found a failure in {len(failed)} of {plural(len(audited), 'run')}"
+    elif len(audited) == len(runs) == 1:
+        result = "The run passes every check of its audit"
+    elif audited:
+        result = f"Every audited run ({len(audited)} of {len(runs)}) passes every check"
+    else:
+        result = "No run was audited"
+    n_deaths, n_stalls = sum(len(run.summary.deaths) for run in runs), sum(run.n_stalls for run in runs)
+    happened = [plural(n, word) for n, word in ((n_deaths, "death"), (n_stalls, "report of a stall")) if n]
+    verb = "was" if n_deaths + n_stalls == 1 else "were"
+    return f"{result}; there {verb} {listed(happened)}." if happened else f"{result}."
+
+
+# ---- words ----
+
+
+def plural(n: int, word: str) -> str:
+    """Return a number with its noun."""
+    if n == 1:
+        return f"1 {word}"
+    first, space, rest = word.partition(" ")
+    return f"{n:,} {first}s{space}{rest}"
+
+
+def listed(words: Sequence[str]) -> str:
+    """Return ``a, b and c``."""
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def _percent(share: float | None) -> str:
+    if share is None:
+        return "an unknown share"
+    return f"{100 * share:.1f} %" if 0.0005 <= share < 0.1 else f"{100 * share:.0f} %"

@@ -1,0 +1,220 @@
+"""The file `status.json` in the folder of a run: its status, replaced every second for `hpcsync watch`.
+
+A thread of rank 0 writes it. The thread that trains only copies what changes, since other threads may not ask the
+ranks for their phases; the file is replaced as a whole, so a reader never sees a part of one. It is not flushed to the
+disk: it matters only while the run lasts.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from pydantic import ValidationError
+
+from hpcsync.config.job import Job
+from hpcsync.report import live
+from hpcsync.report.live import Moment, RowTally, Status
+from hpcsync.system.atomic_files import removing
+
+STATUS = "status.json"
+EVERY_S = 1.0
+PER_WORKER_S = 0.001  # added for each worker, so that the cost of a status stays below a thousandth of a core
+
+
+class StatusError(Exception):
+    """A folder has no status that can be read; the message is one line."""
+
+
+class Run(Protocol):
+    """What a coordinator knows of its run."""
+
+    version: int
+    samples: int
+    last_loss: float
+    last_accuracy: float
+    active: set[int]
+
+    @property
+    def done(self) -> Sequence[int]:
+        """Iterations that each worker has ended."""
+
+
+class _Snapshot(NamedTuple):
+    """What the training thread copies."""
+
+    status: str
+    moment: Moment
+    updates: int
+    loss: float
+    accuracy: float
+    done: list[int]
+    active: set[int]
+    phases: Sequence[int]
+
+
+class StatusWriter:
+    """Writer of the status of one run.
+
+    Parameters
+    ----------
+    folder
+        Folder of the run.
+    job
+        The job.
+    run
+        Its coordinator.
+    hosts
+        Host of each worker.
+    phases
+        Returns the phase of each worker; called on the thread that calls `offer`.
+    clock
+        Wall-clock time in seconds.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        job: Job,
+        run: Run,
+        hosts: Sequence[str],
+        phases: Callable[[], Sequence[int]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.tally = RowTally(job.cluster.workers)
+        self._path = folder / STATUS
+        self._job, self._run, self._hosts, self._phases, self._clock = job, run, hosts, phases, clock
+        self._every_s = EVERY_S + PER_WORKER_S * len(hosts)
+        self._due_s = clock()
+        self._moments: list[Moment] = []
+        self._now_s = 0.0
+        self._next: _Snapshot | None = None  # to be written
+        self._changed = threading.Condition()
+        self._ended = False
+        self._thread = threading.Thread(target=self._write_all, name="status", daemon=True)
+        self._thread.start()
+
+    def offer(self, now_s: float) -> None:
+        """Copy what is to be written, if a second has passed; `now_s` is the time of the run."""
+        self._now_s, clock_s = now_s, self._clock()
+        if clock_s >= self._due_s:
+            self._due_s = clock_s + self._every_s
+            self._hand_over(self._snapshot("running", clock_s, now_s))
+
+    def close(self, status: str) -> None:
+        """Write the last status and end the thread. A second call does nothing."""
+        if self._ended:
+            return
+        self._hand_over(self._snapshot(status, self._clock(), self._now_s, ended=True), ended=True)
+        self._thread.join()
+
+    def _snapshot(self, status: str, clock_s: float, now_s: float, *, ended: bool = False) -> _Snapshot:
+        run, stop = self._run, self._job.stop
+        share = stop.share(samples=run.samples, updates=run.version, seconds=now_s)
+        phases = [0] * len(self._hosts) if ended else self._phases()
+        moment = Moment(clock_s, now_s, run.samples, share)
+        counts = run.version, run.last_loss, run.last_accuracy
+        return _Snapshot(status, moment, *counts, [*run.done], {*run.active}, phases)
+
+    def _hand_over(self, snapshot: _Snapshot, *, ended: bool = False) -> None:
+        with self._changed:
+            self._next, self._ended = snapshot, ended
+            self._changed.notify()
+
+    def _write_all(self) -> None:
+        ended = False
+        while not ended:
+            with self._changed:
+                self._changed.wait_for(lambda: self._next is not None)
+                snapshot, ended = self._next, self._ended
+                self._next = None
+            assert snapshot is not None
+            with suppress(OSError):  # `hpcsync watch` says that the status is old; the trace says what is wrong
+                self._replace(self._status(snapshot).model_dump_json())
+
+    def _status(self, snapshot: _Snapshot) -> Status:
+        job, moment, tally = self._job, snapshot.moment, self.tally
+        self._moments = live.recent(self._moments, moment)
+        known = live.known
+        return Status(
+            name=job.name,
+            paradigm=job.paradigm.name,
+            n_servers=job.cluster.servers,
+            status=snapshot.status,
+            written_s=time.time(),
+            every_s=self._every_s,
+            now_s=moment.now_s,
+            updates=snapshot.updates,
+            samples=moment.samples,
+            samples_per_s=live.samples_per_s(self._moments),
+            loss=known(snapshot.loss),
+            accuracy=known(snapshot.accuracy),
+            target=_target(job),
+            share=known(moment.share),
+            left_s=live.time_left(self._moments),
+            lead_bound=known(job.paradigm.lead_bound),
+            bound=job.paradigm.bound,
+            decisions=tally.decisions,
+            stalls=tally.stalls,
+            workers=live.columns(tally, self._hosts, snapshot.phases, snapshot.done, snapshot.active),
+        )
+
+    def _replace(self, text: str) -> None:
+        replace(self._path, text)
+
+
+def replace(path: Path, text: str) -> None:
+    """Replace a file as a whole. It is not flushed to the disk."""
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    with removing(unfinished):
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
+
+
+def _target(job: Job) -> str | None:
+    stop = job.stop
+    if stop.target_accuracy is not None:
+        return f"accuracy {stop.target_accuracy:g}"
+    return None if stop.target_loss is None else f"loss {stop.target_loss:g}"
+
+
+def read(folder: Path) -> Status:
+    """Return the status of the run in this folder.
+
+    Raises
+    ------
+    StatusError
+        If there is none, or it cannot be read.
+    """
+    path = folder / STATUS
+    try:
+        return Status.model_validate_json(_content(path))
+    except FileNotFoundError:
+        raise StatusError(f"{path}: no such file: the run has not begun, or wrote none") from None
+    except OSError as error:
+        raise StatusError(f"{path}: {error.strerror}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise StatusError(f"{path}: not a status: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        if error.errno != errno.ESTALE:  # NFS: another host has replaced the file since it was opened
+            raise
+        return path.read_bytes()
+
+
+def settle(folder: Path, status: str) -> None:
+    """Set the final status of a run whose ranks were killed before they could."""
+    with suppress(StatusError, OSError):
+        last = read(folder)
+        if last.status == "running":
+            replace(folder / STATUS, last.model_copy(update={"status": status}).model_dump_json())

@@ -1,0 +1,90 @@
+"""A run that is watched: on the terminal that started it, from another process, and after a rank was killed."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import signal
+import struct
+import subprocess
+import termios
+import time
+from pathlib import Path
+
+import pytest
+
+from hpcsync.run_dir.status_file import STATUS
+from tests.runs.processes import ended, hpcsync, started
+
+pytestmark = pytest.mark.once
+
+JOB = """
+name = "watched"
+workload = {name = "linear", batch_size = 4, features = 20, samples = 400}
+optimizer = {name = "sgd", lr = 0.01}
+stop = {seconds = 5}
+evaluation = {every_samples = 400}
+paradigm = {name = "ssp", staleness = 2}
+cluster = {workers = 2, compute = {model = "lognormal", seconds = [0.01, 0.03]}}
+"""
+LIMIT_S = 90.0
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    path = tmp_path / "job.toml"
+    path.write_text(JOB)
+    return path
+
+
+def on_a_terminal(argv: list[str]) -> tuple[int, str]:
+    """Return exit status and output of a program on a terminal of 80 columns and 24 lines."""
+    own, its = pty.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    environ = {**os.environ, "TERM": "xterm-256color"}
+    process = subprocess.Popen(argv, stdin=its, stdout=its, stderr=its, env=environ, start_new_session=True)
+    os.close(its)
+    seen, deadline_s = b"", time.monotonic() + LIMIT_S
+    try:
+        while time.monotonic() < deadline_s:
+            try:
+                data = os.read(own, 1 << 16)
+            except OSError:  # the other end is closed
+                break
+            seen += data
+        return process.wait(10), seen.decode()
+    finally:
+        os.close(own)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_a_run_on_a_terminal_shows_its_status(job: Path, tmp_path: Path) -> None:
+    status, shown = on_a_terminal(hpcsync("run", job, "--out", tmp_path / "run"))
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
+    assert status == 0, text
+    assert "starting 3 ranks" in text
+    assert re.search(r"worker +state +iteration +lead +staleness +compute +wait +comm", text)
+    assert re.search(r"0 +(waiting|computing|reading|pushing) ", text)
+    assert re.search(r"time +5\.\d+ s", text)  # the summary
+    assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l"), "the cursor is shown again"
+
+
+def test_another_process_watches_it_until_it_dies(job: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with started(hpcsync("run", job, "--out", out, "--set", "stop.seconds=100")) as program:
+        program.wait_for(lambda _: (out / STATUS).exists() and json.loads((out / STATUS).read_text())["updates"] > 20)
+        shown = ended(hpcsync("watch", tmp_path, "--once", "--json"))
+        assert shown.status == 0, shown.err
+        status = json.loads(shown.out)
+        assert status["status"] == "running"
+        assert status["workers"]["lead"][0] <= 3
+        assert sum(status["left_s"] or [90]) > 60
+        program.rank(0).send_signal(signal.SIGKILL)
+        assert program.status == 1
+    shown = ended(hpcsync("watch", out))
+    assert shown.status == 1
+    assert "failed" in shown.out

@@ -1,0 +1,69 @@
+"""Command report: the file it writes, what it refuses, and unfinished runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import h5py
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from hpcsync.cli import app
+from tests.unit.html_report import pages
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return pages.simulated(tmp_path, "stop={updates = 30}")
+
+
+def hpcsync(*arguments: object) -> Result:
+    return CliRunner().invoke(app.app, [*map(str, arguments)])
+
+
+def test_one_run_whatever_its_status(run: Path) -> None:
+    result = hpcsync("report", run)
+    assert (result.exit_code, result.stdout) == (0, "written: report.html\n")
+    assert "<h1>small</h1>" in Path("report.html").read_text()
+    with h5py.File(run / "trace.h5", "r+") as file:
+        file.attrs["status"] = "interrupted"
+    assert hpcsync("report", run, "-o", "one.html").exit_code == 0
+    assert "its status is interrupted" in Path("one.html").read_text()
+
+
+def test_unfinished_ones_of_several_runs_are_left_out(run: Path, tmp_path: Path) -> None:
+    other = pages.simulated(tmp_path, "stop={updates = 30}", "seed=6")
+    with h5py.File(run / "trace.h5", "r+") as file:
+        file.attrs["status"] = "failed"
+    result = hpcsync("report", run, other, "-o", "two.html")
+    assert result.exit_code == 0
+    assert "1 runs have not finished and are left out" in result.stderr
+    assert "<dt>runs</dt><dd>1</dd>" in Path("two.html").read_text()
+    with h5py.File(other / "trace.h5", "r+") as file:
+        file.attrs["status"] = "failed"
+    is_refused(hpcsync("report", run, other), "report: no run has finished")
+
+
+def is_refused(result: Result, line: str) -> None:
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
+    assert result.stderr.splitlines()[-1].startswith(f"hpcsync: {line}")
+
+
+def test_refusals(run: Path, tmp_path: Path) -> None:
+    trace = run / "trace.h5"
+    before = trace.read_bytes()
+    is_refused(hpcsync("report", run, "-o", trace), f"{trace}: must end in .html or .htm")
+    assert trace.read_bytes() == before
+    is_refused(hpcsync("report", "absent"), "absent: no such file")
+    is_refused(hpcsync("report", run, "-o", "absent/a.html"), "absent/a.html: No such file or directory")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    is_refused(
+        hpcsync("report", empty),
+        f"{empty}: must be a trace, or a folder",
+    )
+    job = tmp_path / "small.toml"
+    vary = ("--vary", "seed=[1]", "--simulate", "--report", "a.txt")
+    is_refused(hpcsync("compare", job, *vary), "a.txt: must end in .html or .htm")

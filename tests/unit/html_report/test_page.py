@@ -1,0 +1,321 @@
+"""The page of a report without a browser: what it says, that it loads nothing, and that every text is escaped."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from jinja2 import Environment, FileSystemLoader
+
+from hpcsync.audit.check import Check
+from hpcsync.html_report import page, run_data
+from hpcsync.html_report.page import render
+from hpcsync.html_report.run_data import Decisions, RunData, evenly
+from hpcsync.trace.schema import TABLES, Change, Phase
+from tests.unit.html_report import pages
+
+HOSTILE = """<script>alert("x")</script>'&amp;"""
+MARKS = ("bar", "fill", "hit", "mark", "ring", "whisker", "cell")
+VOID = {"meta", "link", "img"}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[RunData]]:
+    return pages.variants(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def text(runs: dict[str, list[RunData]]) -> str:
+    return render({"": runs})
+
+
+class Page(HTMLParser):
+    """Elements of a page: names, attributes, the classes of marks without a title, and open elements."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.titled: list[bool] = []
+        self.untitled: list[str] = []
+        self._open: list[tuple[str, str, list[bool]]] = []
+        self.feed(text)
+        self.close()
+        assert not self._open, self._open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag == "title" and self._open:
+            self._open[-1][2].append(True)
+        if tag not in VOID:
+            self._open.append((tag, dict(attrs).get("class") or "", []))
+
+    def handle_endtag(self, tag: str) -> None:
+        name, classes, titles = self._open.pop()
+        assert name == tag
+        is_legend = any(outer == "ul" for outer, _, _ in self._open)
+        is_titled = bool(titles) or any(outer == "g" and found for outer, _, found in self._open)
+        if set(classes.split()) & set(MARKS) and not is_titled and not is_legend:
+            self.untitled.append(classes)
+
+    def named(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+def loaded(text: str) -> list[str]:
+    """Return everything in a page that would be loaded or carried out."""
+    found = []
+    for tag, attributes in Page(text).elements:
+        if tag in ("script", "iframe", "object", "embed", "base", "form"):
+            found.append(tag)
+        for name, value in attributes.items():
+            allowed = (value or "").startswith(("#", "data:,"))
+            if name.startswith("on") or (name in ("src", "href", "srcset", "xlink:href", "data") and not allowed):
+                found.append(f"{tag} {name}={value}")
+    return found + re.findall(r"@import|url\(", text)
+
+
+def test_the_page_loads_nothing(text: str) -> None:
+    assert loaded(text) == []
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        '<img src="https://example.org/a.png">',
+        "<script>1</script>",
+        '<p onclick="x()"></p>',
+        '<link rel="stylesheet" href="a.css">',
+        "<style>@import 'a.css'</style>",
+        "<style>a { background: url(a.png) }</style>",
+    ],
+)
+def test_what_loads_is_noticed(part: str) -> None:
+    assert loaded(part)
+
+
+def test_every_mark_tells_its_value_and_every_figure_has_its_numbers(text: str) -> None:
+    parsed = Page(text)
+    assert parsed.untitled == []
+    marks = Counter(word for _, given in parsed.elements for word in (given.get("class") or "").split())
+    assert all(marks[word] for word in ("bar", "fill", "hit", "mark", "ring")), marks
+    assert text.count("<summary>Numbers of this figure</summary>") == len(parsed.named("figure")) >= 6
+    assert all(
+        given.get("role") == "img" and given.get("aria-label") for given in parsed.named("svg") if "role" in given
+    )
+
+
+def test_a_mark_without_a_title_is_noticed() -> None:
+    mark = '<rect class="bar compute"></rect>'
+    assert Page(f"<svg>{mark}</svg>").untitled == ["bar compute"]
+    assert Page(f"<svg><g><title>a</title>{mark}</g></svg>").untitled == []
+
+
+def test_the_outline_is_complete(text: str) -> None:
+    parsed = Page(text)
+    ids = [str(given["id"]) for _, given in parsed.elements if "id" in given]
+    assert len(ids) == len(set(ids))
+    links = [str(given["href"]) for given in parsed.named("a")]
+    assert {link.removeprefix("#") for link in links} <= set(ids)
+    headings = re.findall(r'<h2 id="[^"]+">([^<]+)</h2>', text)
+    assert headings == [
+        "Verdict",
+        "Time to the target",
+        "Accuracy and loss",
+        "Where the workers&#39; time went",
+        "Staleness and lead",
+        "Decisions of the controllers",
+        "Runs",
+        "Audit",
+        "Job",
+        "Versions",
+        "How to cite",
+    ]
+    for tag in ("header", "nav", "main", "footer", "h1"):
+        assert len(parsed.named(tag)) == 1
+    assert parsed.named("html") == [{"lang": "en"}]
+    assert all("scope" in given for given in parsed.named("th"))
+
+
+def test_the_numbers_are_those_of_the_runs(text: str, runs: dict[str, list[RunData]]) -> None:
+    for each in (run for variant in runs.values() for run in variant):
+        assert each.checks is not None
+        assert f"all {len(each.checks)} checks passed" in text
+        assert each.summary.time_to_target_s is not None
+        assert f"one run, {page.number(each.summary.time_to_target_s)} s" in text
+    assert "dssp reached loss 0.3 soonest, after " in text
+    assert "audits passed</dt><dd>6 of 6" in text
+    assert "@inproceedings{zhao2019dynamic" in text or "zhao" in text.lower()
+    assert "staleness_max = " in text
+
+
+def test_the_same_traces_give_the_same_page(text: str, runs: dict[str, list[RunData]]) -> None:
+    assert render({"": runs}) == text
+
+
+def hostile(runs: dict[str, list[RunData]]) -> dict[str, dict[str, list[RunData]]]:
+    """Return the runs with a script as label, condition, name, host, check, attribute and controller."""
+
+    def changed(run: RunData) -> RunData:
+        return run._replace(
+            path=Path(HOSTILE, "trace.h5"),
+            summary=run.summary.model_copy(update={"name": HOSTILE}),
+            attributes={**run.attributes, "mpi_library": HOSTILE, "git_commit": HOSTILE},
+            hosts=(HOSTILE, "b", "c"),
+            checks=(Check(HOSTILE, False, 3, HOSTILE),),
+            decisions={HOSTILE: next(iter(each.values()))} if (each := run.decisions) else {},
+        )
+
+    return {HOSTILE: {f"{label}{HOSTILE}": [changed(run) for run in each] for label, each in runs.items()}}
+
+
+def test_every_text_is_escaped(runs: dict[str, list[RunData]]) -> None:
+    text = render(hostile(runs))
+    assert loaded(text) == []
+    assert HOSTILE not in text
+    assert text.count("&lt;script&gt;alert(&#34;x&#34;)&lt;/script&gt;&#39;&amp;amp;") > 50
+
+
+def test_a_template_that_does_not_escape_is_noticed(
+    runs: dict[str, list[RunData]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = FileSystemLoader(Path(page.__file__).parent)
+    plain = Environment(loader=folder, autoescape=False, trim_blocks=True, lstrip_blocks=True)
+    monkeypatch.setattr(page, "_environment", lambda: plain)
+    text = render(hostile(runs))
+    assert HOSTILE in text
+    with pytest.raises(AssertionError):
+        assert loaded(text) == []
+
+
+def test_runs_without_servers_without_a_target_and_unfinished(tmp_path: Path) -> None:
+    stop = "stop={updates = 30}"
+    gossip = pages.data(tmp_path, 'paradigm={name = "gossip", mode = "pull"}', stop)
+    text = render({"": {"gossip": [gossip]}})
+    assert "it has no target" in text
+    assert 'id="staleness"' not in text
+    assert 'id="target"' not in text
+    failed = gossip._replace(summary=gossip.summary.model_copy(update={"status": "failed"}), checks=None)
+    text = render({"": {"gossip": [failed]}})
+    assert "did not finish: its status is failed" in text
+    assert "No run was audited." in text
+    empty = failed._replace(
+        parts_s=np.zeros_like(gossip.parts_s), evaluations=gossip.evaluations[:0], decisions={}, hosts=("", "", "")
+    )
+    assert "No iteration was recorded." in render({"": {"gossip": [empty]}})
+
+
+def test_deaths_and_stalls_are_listed(runs: dict[str, list[RunData]]) -> None:
+    membership = np.zeros(2, TABLES["membership"])
+    membership["worker"], membership["change"] = [1, 2], [Change.DIED, Change.LEFT]  # worker 2 ends with its data
+    stalls = np.zeros(1, TABLES["stalls"])
+    stalls["worker"], stalls["phase"], stalls["lasted_s"] = 2, Phase.COMPUTING, 4.25
+    run = runs["bsp"][0]._replace(membership=membership, stalls=stalls, n_stalls=7)
+    text = render({"": {"bsp": [run]}})
+    assert "there were 7 reports of a stall." in text
+    assert "1 of 7 rows." in text
+    assert ">died<" in text
+    assert ">left<" not in text
+    assert ">4.25<" in text
+
+
+def test_who_waited_for_whom(runs: dict[str, list[RunData]]) -> None:
+    run = runs["bsp"][0]
+    small = np.array([[0, 0, 2.5], [0, 0, 1.5], [0, 0, 0]])
+    text = render({"": {"bsp": [run._replace(waits_s=small)]}})
+    assert Page(text).untitled == []
+    assert text.count('class="cell"') == 9
+    assert "bsp: worker 0 waited 2.5 s in all for pushes of worker 2" in text
+    assert "bsp: 4 s in all" in text
+    cells = re.findall(r"<tr><th scope=.row.>bsp</th>(.*worker.*)</tr>", text)
+    assert [re.findall(r"<td>([^<]*)", row) for row in cells] == [
+        ["worker 0", "worker 2", "2.5", "62.50"],
+        ["worker 1", "worker 2", "1.5", "37.50"],
+    ]
+    large = np.zeros((100, 100))
+    large[:, 99] = np.arange(100) / 10
+    text = render({"": {"bsp": [run._replace(waits_s=large)]}})
+    assert text.count('class="cell"') == 16 * 16
+    assert "worker 98 waited 9.8 s" in text
+    assert "The 16 workers that waited or were waited for longest." in text
+    assert 'id="waiting"' not in render({"": {"bsp": [run._replace(waits_s=np.zeros((3, 3)))]}})
+
+
+def test_long_tables_and_many_variants_are_thinned_and_it_is_said(runs: dict[str, list[RunData]]) -> None:
+    many = {f"variant {i}": runs["dssp"] for i in range(20)}
+    rows = np.zeros(400, [("now_s", "f8"), ("worker", "i4"), ("chosen", "f8")])
+    rows["now_s"], rows["worker"] = np.linspace(0, 5, 400), np.arange(400) % 40
+    long = runs["dssp"][0]._replace(
+        decisions={"k": Decisions(123_456, rows)},
+        parts_s=np.ones((1000, 4)),
+        hosts=("",) * 1000,
+        summary=runs["dssp"][0].summary.model_copy(update={"workers": ()}),
+    )
+    text = render({"": {**many, "long": [long]}})
+    assert "The 8 soonest of 21 variants are shown." in text
+    assert len(text) < 3_000_000
+    text = render({"": {"long": [long]}})
+    assert "400 evenly spaced of 123,456 decisions." in text
+    assert "At most 32 evenly spaced of 1,000 workers." in text
+    assert "300 evenly spaced of 400 rows." in text
+
+
+def test_as_many_runs_are_audited_as_the_limit_allows(
+    runs: dict[str, list[RunData]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = [(run.path, run.summary) for run in runs["dssp"]]
+    n_rows = [run.summary.pushes or 0 for run in runs["dssp"]]
+    assert all(n_rows)
+    monkeypatch.setattr(run_data, "AUDITED_ROWS", n_rows[0] + n_rows[1])
+    found = list(run_data.read_all(given))
+    assert [run.checks is not None for run in found] == [True, True, False]
+    assert "not audited: the report has too many rows" in render({"": {"dssp": found}})
+    for name in ("parts_s", "staleness", "leads"):  # in slices and in memory
+        np.testing.assert_array_equal(getattr(found[2], name), getattr(runs["dssp"][2], name))
+
+
+def test_evenly() -> None:
+    assert evenly(list(range(10)), 3) == [0, 4, 9]
+    assert evenly([1, 2], 3) == [1, 2]
+
+
+# ---- colours ----
+
+
+def colours(block: str) -> dict[str, tuple[float, float, float]]:
+    found = re.findall(r"--(\w+): #(\w{2})(\w{2})(\w{2});", block)
+    return {name: (int(r, 16) / 255, int(g, 16) / 255, int(b, 16) / 255) for name, r, g, b in found}
+
+
+def contrast(one: tuple[float, float, float], other: tuple[float, float, float]) -> float:
+    """Return the contrast of WCAG 2.2, from 1 to 21."""
+
+    def luminance(rgb: tuple[float, float, float]) -> float:
+        r, g, b = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in rgb)
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b
+
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def faint(scheme: dict[str, Any]) -> list[str]:
+    """Return the colours with less contrast than level AA asks of text (4.5) and of figures (3)."""
+    found = []
+    for name in ("text", "muted", "link", "good", "bad"):
+        found += [name for ground in ("page", "card", "head") if contrast(scheme[name], scheme[ground]) < 4.5]
+    series = [name for name in scheme if re.fullmatch(r"s\d", name)] + ["load", "compute", "wait", "comm"]
+    return found + [name for name in series if contrast(scheme[name], scheme["card"]) < 3]
+
+
+def test_contrast_in_both_schemes() -> None:
+    style = Path(page.__file__).with_name("style.css").read_text(encoding="utf-8")
+    light, dark = (colours(block) for block in re.findall(r":root \{([^}]*)\}", style))
+    assert set(light) == set(dark)
+    assert len(light) > 15
+    assert (faint(light), faint(dark)) == ([], [])
+    assert contrast((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)) == pytest.approx(21)
+    assert faint({**light, "muted": light["rule"], "s1": light["rule"]}) == ["muted", "muted", "muted", "s1"]

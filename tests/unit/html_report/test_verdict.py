@@ -1,0 +1,110 @@
+"""Sentences of the verdict: the fastest variant, what seeds explain, runs that did not arrive, failed audits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpcsync.audit.check import Check
+from hpcsync.html_report.run_data import RunData
+from hpcsync.html_report.verdict import checked, of_variants, plural
+from hpcsync.report.summary import Summary, WorkerSummary
+from hpcsync.report.variants import compare
+
+
+def run(time_s: float | None, parts_s: Any = ((0, 3, 1, 0), (0, 3, 1, 0)), **fields: object) -> RunData:
+    given = dict.fromkeys(Summary.model_fields) | {
+        "name": "small",
+        "paradigm": "bsp",
+        "engine": "simulator",
+        "status": "finished",
+        "target": "loss 0.3",
+        "n_workers": 2,
+        "n_servers": 1,
+        "samples": 4096,
+        "duration_s": 12.5,
+        "samples_per_s": 100.0,
+        "time_to_target_s": time_s,
+        "wait_share": 0.25,
+        "final_loss": 0.25,
+        "deaths": (),
+        "workers": [WorkerSummary.model_construct(iterations=10) for _ in parts_s],
+    }
+    data = dict.fromkeys(RunData._fields) | {
+        "path": Path("a"),
+        "summary": Summary.model_construct(**(given | fields)),
+        "parts_s": np.array(parts_s, float),
+        "hosts": ("",) * len(parts_s),
+        "n_stalls": 0,
+        "checks": (Check("a", True, 1),),
+    }
+    return RunData(**data)  # type: ignore[arg-type]
+
+
+def sentences(**variants: list[RunData]) -> list[str]:
+    by_seed = {label: {seed: each.summary for seed, each in enumerate(runs)} for label, runs in variants.items()}
+    return of_variants(compare(by_seed), variants)
+
+
+def test_one_run() -> None:
+    assert sentences(bsp=[run(9.5)]) == [
+        "small (bsp, 2 workers and 1 server, in virtual time) reached loss 0.3 after 9.5 s.",
+        "Workers computed 75 % of their time, waited 25 %, and communicated 0 %.",
+        "The run passes every check of its audit.",
+    ]
+    assert "did not reach loss 0.3: it ended after 12.5 s and 4,096 samples." in sentences(bsp=[run(None)])[0]
+    assert "it has no target." in sentences(bsp=[run(None, target=None)])[0]
+    assert "its status is failed, after 12.5 s." in sentences(bsp=[run(None, status="failed")])[0]
+
+
+def test_a_slow_worker_is_named() -> None:
+    slow = run(9.5, [(0, 3, 1, 0), (0, 3, 1, 0), (1, 6, 0, 0)])
+    assert sentences(bsp=[slow])[1] == (
+        "Workers computed 80 % of their time, waited 13 %, and communicated 0 %; 6.7 % was loading; worker 2 is the "
+        "slowest, its iterations take 2 times the median."
+    )
+    assert "slowest" not in sentences(bsp=[run(9.5, [(0, 3, 0, 0), (0, 3, 0, 0), (0, 3.3, 0, 0)])])[1]
+
+
+def test_differences_that_seeds_explain_and_others() -> None:
+    found = sentences(
+        a=[run(1.0), run(2.0), run(3.0)],
+        b=[run(2.0), run(3.1), run(4.0)],
+        c=[run(1.0, wait_share=0.5), run(2.5), run(2.8)],
+        d=[run(2.0), run(None), run(2.0)],
+    )
+    assert found[0].startswith(
+        "a reached loss 0.3 soonest, after 2 s (95 % interval -0.484 to 4.48 s) on average over 3"
+    )
+    assert found[1] == (
+        "It is ahead of b (by 1.03 s) by more than the seeds explain; its lead over c (by 0.1 s) may be chance; no "
+        "mean difference is known to d, of which a run did not arrive."
+    )
+    assert found[2].startswith(
+        "Workers waited 25 % of their time under a and 33 % under c, and a ended with the smallest"
+    )
+    few = sentences(a=[run(1.0)], b=[run(2.0)])
+    assert few[0] == "a reached loss 0.3 soonest, after 1 s with one seed."
+    assert few[1] == "Its lead over b (by 1 s) may be chance, since an interval needs 3 common seeds."
+
+
+def test_no_variant_is_the_fastest() -> None:
+    assert sentences(a=[run(1.0), run(None)], b=[run(None)])[0].endswith("so none is the fastest; a did in 1 of 2.")
+    assert sentences(a=[run(None)], b=[run(None)])[0] == "No run reached loss 0.3."
+    none = sentences(a=[run(None, target=None)], b=[run(None, target=None, samples_per_s=1234.0)])
+    assert none[0].endswith("so no variant is the fastest; b processed most samples per second (1,234).")
+
+
+def test_a_failed_audit_is_in_the_verdict() -> None:
+    failed = run(2.0)._replace(checks=(Check("a", False, 1),))
+    assert sentences(a=[run(1.0)], b=[failed])[2] == "The audit found a failure in 1 of 2 runs."
+    assert checked([failed, run(1.0)._replace(checks=None)]) == "The audit found a failure in 1 of 1 run."
+    assert checked([run(1.0), run(1.0)._replace(checks=None)]) == "Every audited run (1 of 2) passes every check."
+
+
+@pytest.mark.parametrize(("n", "words"), [(1, "1 report of a stall"), (2000, "2,000 reports of a stall")])
+def test_plural(n: int, words: str) -> None:
+    assert plural(n, "report of a stall") == words

@@ -1,0 +1,159 @@
+"""The status of a run under way: what it recounts from rows, the time left, and its view."""
+
+import io
+import math
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from hpcsync.report import live_view
+from hpcsync.report.live import PARTS, VERSION, Decision, Moment, RowTally, Stall, Status, Workers, columns, time_left
+from hpcsync.report.summary import summarize
+from hpcsync.trace.schema import Phase
+from tests.unit.trace.peer_recorder import record as record_peers
+from tests.unit.trace.recorder import record
+
+
+def tally_of(trace, skipped=0):
+    """Return the tally of a trace whose rows come in pieces; `skipped` leaves out the first of a table."""
+    tally = RowTally(trace.n_workers)
+    for table, rows in trace.tables.items():
+        for piece in np.array_split(rows[skipped:], 3):
+            tally.add(table, piece)
+    return tally
+
+
+@pytest.mark.parametrize("paradigm", ["bsp", "asp", "dssp", "easgd"])
+def test_shares_and_staleness_are_those_of_the_summary(paradigm):
+    trace = record(paradigm)
+    expected = summarize(trace).workers
+    tally = tally_of(trace)
+    for part, shares in zip(PARTS, tally.shares, strict=True):
+        np.testing.assert_allclose(shares, [getattr(each, f"{part}_share") for each in expected], rtol=1e-12)
+    np.testing.assert_allclose(tally.staleness, [each.staleness_mean for each in expected], rtol=1e-12)
+    shorter = tally_of(trace, skipped=4)
+    assert not np.allclose(shorter.seconds, tally.seconds, rtol=1e-12), "the test can tell"
+
+
+def test_without_servers_there_is_no_staleness():
+    trace = record_peers("pull")
+    tally = tally_of(trace)
+    np.testing.assert_allclose(tally.shares[1], [each.compute_share for each in summarize(trace).workers], rtol=1e-12)
+    workers = columns(tally, ["n"] * trace.n_workers, [0] * trace.n_workers, [1] * trace.n_workers, {0})
+    assert all(math.isnan(value) for value in workers.staleness)
+
+
+def test_leads_are_over_the_slowest_that_is_left():
+    trace = record("asp", leave={1: 2})
+    workers = columns(tally_of(trace), ["n"] * 3, [Phase.COMPUTING] * 3, [9, 2, 5], {0, 2})
+    assert workers.state == ("computing", "left", "computing")
+    assert workers.lead == (4, None, 0)
+    everyone = columns(tally_of(trace), ["n"] * 3, [Phase.COMPUTING] * 3, [9, 2, 5], {0, 1, 2})
+    assert everyone.lead == (7, 0, 3), "joined again"
+
+
+def test_a_worker_without_a_rank_is_unknown():
+    workers = columns(tally_of(record("asp")), ["n"] * 2, [Phase.COMPUTING] * 2, [9, 2, 5], {0, 1, 2})
+    assert (workers.host[2], workers.state[2], workers.iteration[2]) == ("", "unknown", 5)
+
+
+def test_a_stall_lasts_until_its_iteration_ends():
+    trace = record("asp")
+    rows = np.zeros(1, trace.tables["stalls"].dtype)
+    rows["worker"], rows["iteration"] = 1, 7
+    tally = RowTally(3)
+    tally.add("stalls", rows)
+    assert tally.states([Phase.COMPUTING] * 3, [9, 6, 9], {0, 1, 2}) == ("computing", "stalled", "computing")
+    assert tally.states([Phase.COMPUTING] * 3, [9, 7, 9], {0, 1, 2}) == ("computing",) * 3
+
+
+def moments(shares):
+    return [Moment(float(i), float(i), i, share) for i, share in enumerate(shares)]
+
+
+def test_the_time_left_follows_from_the_rate_and_its_spread():
+    assert time_left(moments(np.linspace(0, 0.5, 13))) == pytest.approx((12.0, 12.0, 12.0))
+    mean, least, most = time_left(moments([0, 0.01, 0.02, 0.04, 0.06, 0.07, 0.08]))
+    assert (least, most) == pytest.approx((0.92 / 0.02, 0.92 / 0.01))
+    assert mean == pytest.approx(0.92 / (0.08 / 6))
+
+
+@pytest.mark.parametrize("shares", [[0.1] * 12, [math.nan] * 12, [0.1, 0.2, 0.3]])
+def test_without_progress_without_limits_or_at_the_begin_no_time_is_known(shares):
+    assert time_left(moments(shares)) is None
+
+
+def status(n_workers=3, **values):
+    done = [100 + w for w in range(n_workers)]
+    hosts, phases = ["a" * 30, *["b"] * (n_workers - 1)], [Phase.COMPUTING] * n_workers
+    workers = columns(RowTally(n_workers), hosts, phases, done, range(n_workers))
+    settings = {
+        "version": VERSION,
+        "name": "digits",
+        "paradigm": "dssp",
+        "n_servers": 1,
+        "status": "running",
+        "written_s": 0.0,
+        "every_s": 1.0,
+        "now_s": 12.5,
+        "updates": 100,
+        "samples": 3200,
+        "samples_per_s": 1234.5,
+        "loss": 0.25,
+        "accuracy": 0.91,
+        "target": "accuracy 0.97",
+        "share": 0.4,
+        "left_s": (60.0, 50.0, 75.0),
+        "lead_bound": 4.0,
+        "bound": "a worker more than 3 iterations ahead of the slowest waits for it, which is a long sentence",
+        "decisions": (Decision(controller="dssp", worker=1, chosen=3.0, now_s=12.0, inputs={"interval_s": 0.5}),),
+        "stalls": (),
+        "workers": workers,
+    }
+    return Status(**{**settings, **values})
+
+
+def text(shown, width=80, height=24, age_s=0.5):
+    console = Console(width=width, height=height, color_system=None, file=io.StringIO())
+    console.print(live_view.render(shown, age_s, console, height))
+    return console.file.getvalue()
+
+
+def test_it_says_what_one_wants_to_know():
+    shown = text(status())
+    for part in ("running", "40 %", "1,234 samples/s", "0:01:00 left (0:00:50 to 0:01:15)", "accuracy 0.9100"):
+        assert part in shown
+    assert "dssp: 3 for worker 1 at 12.0 s (interval_s 0.5)" in shown
+
+
+@pytest.mark.parametrize("n_workers", [1, 3, 16, 17, 18, 1000])
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (40, 24), (120, 50)])
+def test_it_fits_the_terminal_whatever_the_number_of_workers(n_workers, width, height):
+    lines = text(status(n_workers), width, height).splitlines()
+    assert len(lines) < height
+    assert max(map(len, lines)) <= width
+    assert any("computing" in line and " lead " not in line for line in lines), "states are not cut"
+    if n_workers == 1000:
+        assert any("faster workers: iteration" in line for line in lines)
+
+
+def test_who_is_in_trouble_comes_first_then_the_slowest():
+    workers = status(5).workers.model_copy(update={"state": ("computing", "waiting", "stalled", "left", "died")})
+    assert live_view.order(workers) == [4, 2, 3, 0, 1]
+
+
+def test_an_old_status_is_said_to_be_old():
+    assert "no news for 34 s" in text(status(), age_s=34.0)
+    assert "no news" not in text(status(status="finished"), age_s=34.0)
+    assert "no news" not in text(status(every_s=11.0), age_s=34.0)
+
+
+def test_a_stall_is_shown():
+    stall = Stall(worker=2, iteration=101, now_s=11.0, lasted_s=4.0, phase="computing")
+    assert "worker 2 stalled at 11.0 s (computing): iteration 101 had lasted 4.0 s" in text(status(stalls=(stall,)))
+
+
+def test_it_is_json_and_back():
+    assert Status.model_validate_json(status().model_dump_json()).name == "digits"
+    assert isinstance(Status.model_validate_json(status().model_dump_json()).workers, Workers)

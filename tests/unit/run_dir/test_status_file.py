@@ -1,0 +1,185 @@
+"""status.json: replaced as a whole, read at any time, settled; and the command that shows it."""
+
+import json
+import threading
+import time
+
+import pytest
+
+from hpcsync.cli import watch as watching
+from hpcsync.config.errors import JobError
+from hpcsync.run_dir import status_file
+from hpcsync.run_dir.status_file import STATUS, StatusError, StatusWriter, read, settle
+from tests.unit.jobs import make_job
+
+
+class Run:
+    version, samples, last_loss, last_accuracy, done = 0, 0, 0.5, float("nan"), (3, 4)
+    active = frozenset({0, 1})
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self):
+        return self.now_s
+
+
+def writer(folder, run=None, clock=None):
+    clock = clock or Clock()
+    return StatusWriter(folder, make_job(), run or Run(), ["a", "b"], lambda: [3, 1], clock), clock
+
+
+def await_samples(folder, samples):
+    deadline_s = time.monotonic() + 10
+    while time.monotonic() < deadline_s:
+        try:
+            if (found := read(folder)).samples == samples:
+                return found
+        except StatusError:
+            pass
+        time.sleep(0.001)
+    raise AssertionError("it is not written")
+
+
+def test_it_is_written_every_second_and_at_the_end(tmp_path):
+    run = Run()
+    status, clock = writer(tmp_path, run)
+    status.offer(0.0)
+    assert await_samples(tmp_path, 0).workers.state == ("computing", "waiting")
+    run.samples = 8
+    status.offer(0.5)  # too early
+    clock.now_s = 1.1
+    run.samples = 16
+    status.offer(1.1)
+    found = await_samples(tmp_path, 16)
+    assert (found.status, found.now_s, found.accuracy, found.samples_per_s) == ("running", 1.1, None, 16 / 1.1)
+    status.close("finished")
+    status.close("failed")  # once is enough
+    assert read(tmp_path).status == "finished"
+    assert [path.name for path in tmp_path.iterdir()] == [STATUS]
+
+
+class InPlace(StatusWriter):
+    """Negative control: the file is written in place, in two parts."""
+
+    def _replace(self, text):
+        with self._path.open("w") as file:
+            file.write(text[:100])
+            file.flush()
+            time.sleep(0.002)
+            file.write(text[100:])
+
+
+@pytest.mark.parametrize("kind", [StatusWriter, InPlace])
+def test_a_reader_never_sees_a_part(tmp_path, kind):
+    run, clock = Run(), Clock()
+    status = kind(tmp_path, make_job(), run, ["a", "b"], lambda: [3, 1], clock)
+    status.offer(0.0)
+    await_samples(tmp_path, 0)
+    failures, ended = [], threading.Event()
+
+    def look():
+        while not ended.is_set():
+            try:
+                read(tmp_path)
+            except StatusError as error:
+                failures.append(error)
+
+    reader = threading.Thread(target=look)
+    reader.start()
+    for run.samples in range(1, 60):
+        clock.now_s += 2.0
+        status.offer(clock.now_s)
+        time.sleep(0.003)
+    status.close("finished")
+    ended.set()
+    reader.join()
+    assert bool(failures) == (kind is InPlace)
+
+
+def test_what_cannot_be_written_is_tried_again(tmp_path, capsys):
+    folder = tmp_path / "run"
+    status, clock = writer(folder)
+    status.offer(0.0)
+    time.sleep(0.02)
+    folder.mkdir()
+    clock.now_s = 5.0
+    status.offer(5.0)
+    assert await_samples(folder, 0).status == "running"
+    folder.rename(tmp_path / "elsewhere")
+    status.close("finished")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_who_was_killed_is_settled(tmp_path):
+    settle(tmp_path, "failed")  # nothing to settle
+    status, _ = writer(tmp_path)
+    status.offer(0.0)
+    await_samples(tmp_path, 0)
+    settle(tmp_path, "failed")
+    assert read(tmp_path).status == "failed"
+    settle(tmp_path, "interrupted")
+    assert read(tmp_path).status == "failed", "the first is kept"
+    status.close("failed")
+
+
+def written(folder, status="finished"):
+    folder.mkdir(parents=True)
+    made, _ = writer(folder)
+    made.close(status)
+
+
+def test_the_command_shows_the_newest_run(tmp_path, capsys):
+    written(tmp_path / "old", "failed")
+    time.sleep(0.02)
+    written(tmp_path / "new")
+    assert watching.watch(tmp_path, once=False, as_json=True) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert json.loads(line)["workers"]["host"] == ["a", "b"]
+    assert watching.watch(tmp_path / "old", once=True, as_json=False) == 1
+    assert "failed" in capsys.readouterr().out
+
+
+def test_it_shows_each_status_until_the_end(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(watching, "LOOK_S", 0.01)
+    run = Run()
+    status, clock = writer(tmp_path, run)
+    status.offer(0.0)
+    await_samples(tmp_path, 0)
+    shown = threading.Thread(target=watching.watch, args=(tmp_path,), kwargs={"once": False, "as_json": True})
+    shown.start()
+    time.sleep(0.1)
+    clock.now_s, run.samples = 2.0, 8
+    status.offer(2.0)
+    await_samples(tmp_path, 8)
+    time.sleep(0.1)
+    status.close("interrupted")
+    shown.join(5)
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(each["samples"], each["status"]) for each in found] == [
+        (0, "running"), (8, "running"), (8, "interrupted")
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "holds no run that has a status"),
+        ("", "not a status"),
+        ('{"version": 1}', "status.json: not a status: name: Field required"),
+    ],
+)
+def test_what_cannot_be_shown_is_one_line(tmp_path, content, said):
+    if content is not None:
+        (tmp_path / STATUS).write_text(content)
+    with pytest.raises(JobError, match=said) as caught:
+        watching.watch(tmp_path, once=True, as_json=False)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(JobError, match="no such folder"):
+        watching.watch(tmp_path / "none", once=True, as_json=False)
+
+
+def test_the_cost_grows_slower_than_the_number_of_workers():
+    """Longer intervals for more workers keep it below a thousandth of a core, as the documentation has it."""
+    assert status_file.EVERY_S + 1000 * status_file.PER_WORKER_S <= 2
