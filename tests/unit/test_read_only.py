@@ -95,6 +95,6 @@ def test_a_trace_is_read_where_nothing_can_be_written(disk: Path) -> None:
 def test_what_became_of_a_run_cannot_be_written_there(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(TraceError, match="Read-only file system") as caught:
         settle(disk / "trace.h5", "failed")
-    front._settle(disk / "trace.h5", "failed")
+    front._settle(disk, "failed")
     assert capsys.readouterr().err == f"hpcsync: {caught.value}\n"
     assert len(str(caught.value).splitlines()) == 1

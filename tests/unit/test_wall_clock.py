@@ -1,5 +1,4 @@
-"""A wall clock may step back and forth: the only ones to look at it say when a run began, and nothing follows from
-that."""
+"""A wall clock may step back and forth: only times of files, and of a status that others read, are compared with it."""
 
 import ast
 from pathlib import Path
@@ -7,7 +6,14 @@ from pathlib import Path
 import hpcsync
 
 WALL = {"time", "time_ns", "localtime", "gmtime", "ctime", "asctime", "strftime", "now", "utcnow", "today"}
-ALLOWED = {"layout.py", "provenance.py"}  # the name of a folder, to which a number is added if need be, and `created`
+ALLOWED = {
+    "layout.py",  # the name of a folder, to which a number is added if need be
+    "provenance.py",  # `created`
+    "launcher.py",  # which segments of shared memory, by the times of their files, are of this run
+    "process_cleanup.py",
+    "status_file.py",  # when a status was written, and so how old it is
+    "watch.py",
+}
 
 
 def looks(source: str) -> bool:
