@@ -17,7 +17,7 @@ from hpcsync.audit.server_recount import Recount
 from hpcsync.audit.training import check_training
 from hpcsync.trace.iteration_counts import NEVER, running_count
 from hpcsync.trace.reader import Trace
-from hpcsync.trace.schema import Change, Outcome
+from hpcsync.trace.schema import Change, Outcome, Release
 
 NUMBERED = ("pushes", "grants", "decisions", "membership")  # tables with a `seq`
 DURATIONS = ("load_s", "compute_s", "wait_s", "comm_s")
@@ -289,6 +289,28 @@ def lead_is_recounted(recount: Recount) -> Check:
     )
 
 
+def release_is_recounted(recount: Recount) -> Check:
+    """Check that `released_by` names the last event before the grant, or the worker's own.
+
+    A stop grant may also name the end of the run, which is no row. Grants of format version 7 name nothing.
+    """
+    grants, events, elapsed = recount.grants, recount.events, recount.elapsed
+    seq = np.concatenate([events["seq"], elapsed["seq"]])
+    own = np.concatenate([np.where(recount.leaves, -1, events["worker"]), np.full(len(elapsed), -1)])
+    order = np.argsort(seq)
+    last = np.searchsorted(seq[order], grants["seq"]) - 1
+    at_once = np.append(own[order], -1)[last] == grants["worker"]
+    expected = np.where(at_once, Release.OWN, np.append(seq[order], 0)[last])
+    found = grants["released_by"]
+    known = (found != Release.UNKNOWN) | (recount.trace.attributes["format_version"] > 7)
+    ended = recount.is_stop & (found == Release.END)
+    return check_rows(
+        "released_by is the event that released the worker",
+        known & ~ended & (found != expected),
+        lambda i: f"{_grant(recount, i)} has released_by {found[i]}, the recount gives {expected[i]}",
+    )
+
+
 def no_worker_acts_after_leaving(recount: Recount) -> Check:
     """Check that a worker leaves and joins in turn, and has no push and no grant in between."""
     pushes, grants, changes = recount.pushes, recount.grants, recount.membership
@@ -356,6 +378,7 @@ INVARIANTS: tuple[Callable[[Recount], Check], ...] = (
     samples_add_up,
     blocked_is_recounted,
     lead_is_recounted,
+    release_is_recounted,
     no_worker_acts_after_leaving,
     stop_grants_end_the_run,
 )

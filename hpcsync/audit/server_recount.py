@@ -66,6 +66,11 @@ class Recount:
             part["is_push"], part["joins"] = is_push, False if is_push else rows["change"] == Change.JOINED
         return events[np.argsort(events["seq"], kind="stable")]
 
+    @cached_property
+    def elapsed(self) -> np.ndarray:
+        """Rows of /decisions for times that a paradigm set, shape (n_elapsed,)."""
+        return self.decisions[self.decisions["controller"] == ELAPSED.encode()]
+
     def event_at(self, seq: np.ndarray) -> np.ndarray:
         """Return the last event before each seq, as an index into `events`; -1 if there is none."""
         return np.searchsorted(self.events["seq"], seq, side="left") - 1
@@ -328,7 +333,7 @@ class Recount:
         The row is an event, or a time that elapsed (a row of /decisions).
         """
         made = np.append(self.events["seq"], NEVER)[np.minimum(self.update_event, len(self.events))]
-        rows = self.decisions[self.decisions["controller"] == ELAPSED.encode()]
+        rows = self.elapsed
         update = np.searchsorted(self.complete_seq, rows["seq"]) - 1  # the latest whose contributions are all there
         rows, update = rows[update >= 0], update[update >= 0]
         there = self.updates["now_s"][update] == rows["now_s"]

@@ -38,7 +38,7 @@ from hpcsync.paradigms.records import UNUSED, StepInfo
 from hpcsync.paradigms.worker_counts import WorkerCounts
 from hpcsync.planning.batch_allocation import Allocated, Estimate
 from hpcsync.state import Stateful
-from hpcsync.trace.schema import ELAPSED, Change, Outcome
+from hpcsync.trace.schema import ELAPSED, Change, Outcome, Release
 from hpcsync.training.lr_schedule import LearningRate, learning_rate
 
 
@@ -179,6 +179,7 @@ class Coordinator(Stateful):
         self._stop = stop
         self._seq = 0
         self._now_s = 0.0
+        self._event: tuple[int, int] = (0, -1)  # event being answered: its `seq`, and its worker if that awaits a grant
         self._assignments = assignments or Assignments()
         self._allocator = self._assignments.allocator
         # Fill a row of /decisions in the columns of the other controller.
@@ -201,7 +202,8 @@ class Coordinator(Stateful):
         """Process a push: the worker's contribution is in its slot."""
         self._now_s = now_s
         push_info = PushInfo(now_s, *push_info[1:])
-        self._pending[push_info.worker] = (self._next_seq(), push_info)
+        self._event = (self._next_seq(), push_info.worker)
+        self._pending[push_info.worker] = (self._seq, push_info)
         self._blocked[push_info.worker] = now_s
         self._computing.discard(push_info.worker)
         self.stalls.ended(push_info.worker, now_s)
@@ -214,7 +216,7 @@ class Coordinator(Stateful):
                 self._record_sizes(now_s, self._allocator.pushed(push_info.worker, estimate))
             return self._decide(push_info)
         self._drop(push_info.worker)
-        return [self._grant(now_s, self._next_grant(now_s, push_info.worker))]
+        return [self._grant(now_s, self._next_grant(now_s, push_info.worker), Release.OWN)]
 
     def left(self, now_s: float, worker: int, change: int = Change.LEFT) -> list[Command]:
         """Process a departure; `change` is LEFT or DIED, for the trace."""
@@ -222,7 +224,8 @@ class Coordinator(Stateful):
         self._blocked.pop(worker, None)
         self._computing.discard(worker)
         self.stalls.left(worker)
-        self._trace.append("membership", (self._next_seq(), now_s, worker, change))
+        self._event = (self._next_seq(), -1)
+        self._trace.append("membership", (self._seq, now_s, worker, change))
         self._progress.leave(worker)
         self._left_since.add(worker)
         if self.stopping:
@@ -237,7 +240,8 @@ class Coordinator(Stateful):
             return []
         self._now_s = now_s
         self._blocked[worker] = now_s
-        self._trace.append("membership", (self._next_seq(), now_s, worker, Change.JOINED))
+        self._event = (self._next_seq(), worker)
+        self._trace.append("membership", (self._seq, now_s, worker, Change.JOINED))
         self._progress.join(worker)
         if self._allocator is not None:
             self._record_sizes(now_s, self._allocator.joined(worker))
@@ -272,6 +276,7 @@ class Coordinator(Stateful):
         if due is None or due.now_s > now_s:
             return []
         self._record_decision(now_s, ELAPSED, due.worker, due.now_s, self._paradigm_nan + self._allocator_nan)
+        self._event = (self._seq, -1)
         return self._decide(Elapsed(now_s, due.worker))
 
     @property
@@ -336,7 +341,9 @@ class Coordinator(Stateful):
                 case Cancel(worker):
                     commands.append(CancelCommand(worker, self.version - 1))
                 case Grant() as grant:
-                    commands.append(self._grant(event.now_s, grant))
+                    seq, worker = self._event
+                    released_by = Release.OWN if grant.worker == worker else seq
+                    commands.append(self._grant(event.now_s, grant, released_by))
                 case Decision(controller, worker, chosen, inputs):
                     self._record_decision(event.now_s, controller, worker, chosen, inputs + self._allocator_nan)
                 case Drop(worker):
@@ -403,7 +410,7 @@ class Coordinator(Stateful):
     ) -> None:
         self._trace.append("decisions", (self._next_seq(), now_s, controller, worker, chosen, *inputs))
 
-    def _grant(self, now_s: float, grant: Grant) -> Grant:
+    def _grant(self, now_s: float, grant: Grant, released_by: int) -> Grant:
         """Complete a grant by the version and the samples, and record it; once the run is over it stops the worker."""
         del self._blocked[grant.worker]
         grant = Grant(grant.worker, grant.iteration, self.version, *grant[3:])
@@ -413,7 +420,7 @@ class Coordinator(Stateful):
             grant = self._assignments.next(grant)
             self._computing.add(grant.worker)
             self.stalls.began(grant.worker, grant.iteration, now_s, grant.size)
-        self._trace.append("grants", (self._next_seq(), now_s, *grant))
+        self._trace.append("grants", (self._next_seq(), now_s, *grant, released_by))
         return grant
 
     def _next_grant(self, now_s: float, worker: int) -> Grant:
@@ -424,7 +431,8 @@ class Coordinator(Stateful):
     def _end(self, now_s: float) -> list[Command]:
         """Stop all blocked workers; if computing workers are to push early, cancel their iterations."""
         cancelled = sorted(self._computing) if self._cuts_short else []
-        grants = [self._grant(now_s, self._next_grant(now_s, worker)) for worker in sorted(self._blocked)]
+        blocked = sorted(self._blocked)
+        grants = [self._grant(now_s, self._next_grant(now_s, worker), Release.END) for worker in blocked]
         return [*grants, *(CancelCommand(worker, self.version) for worker in cancelled)]
 
     def _next_seq(self) -> int:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import h5py
 import numpy as np
 
-from hpcsync.trace.schema import ENUMS, FORMAT, FORMAT_VERSION, STATUSES, TABLES
+from hpcsync.trace.schema import ENUMS, FORMAT, FORMAT_VERSION, READABLE_VERSIONS, STATUSES, TABLES, complete
 
 if TYPE_CHECKING:
     import pandas
@@ -152,7 +152,8 @@ class TraceFile(_Described):
         """Return the rows [begin, end) of a table; `end` None is its last row."""
         last = self.n_rows[table]
         with _reporting_damage(self.path):
-            return self.file[table][begin : last if end is None else min(end, last)]
+            rows = self.file[table][begin : last if end is None else min(end, last)]
+        return complete(rows, TABLES[table]) if self.attributes["format_version"] < FORMAT_VERSION else rows
 
 
 def trace_path(path: str | Path) -> Path:
@@ -284,9 +285,8 @@ def _open(path: Path, mode: str) -> h5py.File:
         raise TraceError(f"{path}: cannot be opened: {_first_line(error)}") from None
     if file.attrs.get("format") != FORMAT:
         problem = f"not a trace (an HDF5 file whose format is not {FORMAT})"
-    elif file.attrs.get("format_version") != FORMAT_VERSION:
-        version = file.attrs.get("format_version")
-        problem = f"a trace of format version {version}; this hpcsync reads version {FORMAT_VERSION}"
+    elif (version := file.attrs.get("format_version")) not in READABLE_VERSIONS:
+        problem = f"a trace of format version {version}; this hpcsync reads {' and '.join(map(str, READABLE_VERSIONS))}"
     else:
         return file
     file.close()

@@ -26,7 +26,8 @@ import numpy as np
 from hpcsync.paradigms.records import Column, Grant, Problem, PushInfo, StepInfo, columns
 
 FORMAT = "hpcsync-trace"
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
+READABLE_VERSIONS = (7, 8)  # in 7 grants lack `released_by`
 
 
 class Outcome(IntEnum):
@@ -52,6 +53,14 @@ class Phase(IntEnum):
     READING = 2
     COMPUTING = 3
     PUSHING = 4
+
+
+class Release(IntEnum):
+    """A reason of a grant, in place of the `seq` of the event that released the worker."""
+
+    UNKNOWN = 0
+    OWN = -1
+    END = -2
 
 
 ENUMS: dict[str, type[IntEnum]] = {  # by column
@@ -118,7 +127,19 @@ SCHEMA: dict[str, TableSchema] = {
     ),
     "grants": TableSchema(
         "One row per grant. A grant of zero local steps (and batch size zero) ends the worker's part in the run.",
-        (_SEQ, Column("now_s", "<f8", "s", "Time of the grant."), *columns(Grant)),
+        (
+            _SEQ,
+            Column("now_s", "<f8", "s", "Time of the grant."),
+            *columns(Grant),
+            Column(
+                "released_by",
+                "<i8",
+                "",
+                "seq of the event that released the worker: a push, a change of membership, or a time that elapsed (a "
+                "row of /decisions). -1: the worker's own push or join, to which the grant is the answer at once; -2: "
+                "the end of the run; 0: not recorded, in a trace of format version 7.",
+            ),
+        ),
     ),
     "updates": TableSchema(
         "One row per update of the model.",
@@ -236,6 +257,20 @@ SCHEMA: dict[str, TableSchema] = {
 }
 
 TABLES: dict[str, np.dtype] = {name: table.dtype for name, table in SCHEMA.items()}
+
+
+def complete(rows: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Return rows of an older format with the columns of `dtype` that they lack; these are 0."""
+    there = rows.dtype.names or ()
+    missing = [name for name in dtype.names or () if name not in there]
+    if not missing:
+        return rows
+    whole = np.zeros(
+        len(rows), [(name, rows.dtype[name]) for name in there] + [(name, dtype[name]) for name in missing]
+    )
+    for name in there:
+        whole[name] = rows[name]
+    return whole
 
 
 def decisions_dtype(decision_fields: Iterable[str]) -> np.dtype:

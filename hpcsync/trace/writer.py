@@ -37,6 +37,7 @@ from hpcsync.trace.schema import (
     SCHEMA,
     STATUSES,
     TableSchema,
+    complete,
     decisions_table,
     hdf5_attributes,
 )
@@ -146,7 +147,7 @@ class TraceWriter:
                 dataset.resize((n_rows[table],))
                 for begin in range(0, n_rows[table], COPIED_ROWS):
                     end = min(begin + COPIED_ROWS, n_rows[table])
-                    dataset[begin:end] = before[table][begin:end]
+                    dataset[begin:end] = complete(before[table][begin:end], SCHEMA[table].dtype)
                 self._n_rows[table] = n_rows[table]
             self._flush_s = before.attrs["tracing_overhead_s"]
             self._file.attrs["created"] = before.attrs["created"]

@@ -203,7 +203,7 @@ def _cut_short(path):
         (_empty, "not an HDF5 file"),
         (_other_hdf5, "not a trace"),
         (_newer, "format version 99"),
-        (_older, "a trace of format version 3; this hpcsync reads version 7"),
+        (_older, "a trace of format version 3; this hpcsync reads 7 and 8"),
         (_without_a_table, "damaged.*grants"),
         (_without_an_attribute, "damaged.*n_workers"),
         (_cut_short, "cannot be opened"),
@@ -271,3 +271,31 @@ def test_settle_refuses_other_files(path):
 def test_settle_needs_a_final_status(path, wrong):
     with pytest.raises(ValueError, match=wrong):
         reader.settle(path, wrong)
+
+
+def _without_releases(path):
+    """Turn the trace into one of format version 7."""
+    with h5py.File(path, "r+") as file:
+        rows = file["grants"][:]
+        kept = [name for name in rows.dtype.names if name != "released_by"]
+        del file["grants"]
+        file.create_dataset("grants", data=rows[kept].copy(), maxshape=(None,), chunks=(100,))
+        file.attrs["format_version"] = 7
+
+
+def test_a_trace_of_format_version_7_is_read_and_resumed(path, tmp_path):
+    grants = reader.load(path).tables["grants"]
+    assert (grants["released_by"] != 0).all()
+    grants["released_by"] = 0
+    _without_releases(path)
+    assert (reader.load(path).tables["grants"] == grants).all()
+    with reader.opened(path, slice_rows=4) as file:
+        assert (np.concatenate(list(file.slices("grants"))) == grants).all()
+        n_rows, described = dict(file.n_rows), {**file.attributes, "hosts": ""}
+    with h5py.File(path, "r+") as file:
+        file.attrs["created"], file.attrs["hosts"] = "", ""
+    with TraceWriter(path, described, resumed_rows=n_rows):
+        pass
+    trace = reader.load(path)
+    assert trace.attributes["format_version"] == 8
+    assert (trace.tables["grants"] == grants).all()

@@ -47,7 +47,7 @@ PUSH = (
     0,
 )
 FIELDS = {"gap_iters": ("iterations", "Lead."), "limit": ("1", "Its bound.")}
-GRANT = (2, 0.5, 1, 2, 1, 0, 0, 0.0, -1, 32, 1, math.inf, 0.5)
+GRANT = (2, 0.5, 1, 2, 1, 0, 0, 0.0, -1, 32, 1, math.inf, 0.5, -1)
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_attributes(path):
     with TraceWriter(path, ATTRIBUTES):
         assert reader.load(path).attributes == {
             "format": "hpcsync-trace",
-            "format_version": 7,
+            "format_version": 8,
             "status": "running",
             "tracing_overhead_s": 0.0,
             "paradigm": "asp",
