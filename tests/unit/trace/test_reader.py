@@ -288,9 +288,9 @@ def test_a_trace_of_format_version_7_is_read_and_resumed(path, tmp_path):
     assert (grants["released_by"] != 0).all()
     grants["released_by"] = 0
     _without_releases(path)
-    assert (reader.load(path).tables["grants"] == grants).all()
+    assert reader.load(path).tables["grants"].tobytes() == grants.tobytes()
     with reader.opened(path, slice_rows=4) as file:
-        assert (np.concatenate(list(file.slices("grants"))) == grants).all()
+        assert np.concatenate(list(file.slices("grants"))).tobytes() == grants.tobytes()
         n_rows, described = dict(file.n_rows), {**file.attributes, "hosts": ""}
     with h5py.File(path, "r+") as file:
         file.attrs["created"], file.attrs["hosts"] = "", ""
@@ -298,4 +298,4 @@ def test_a_trace_of_format_version_7_is_read_and_resumed(path, tmp_path):
         pass
     trace = reader.load(path)
     assert trace.attributes["format_version"] == 8
-    assert (trace.tables["grants"] == grants).all()
+    assert trace.tables["grants"].tobytes() == grants.tobytes()
