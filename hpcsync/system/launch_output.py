@@ -61,6 +61,7 @@ KINDS = (
     ),
 )
 ABORTED = re.compile(rb"Abort\(-?\d+\) on node \d+ .*application called MPI_Abort")  # MPICH
+IN_A_LINE = re.compile(rb"(hpcsync: .*[^-])(-{70,}\n)$")  # Open MPI's notice before the end of a rank's line is written
 NOISE = re.compile(rb"\[warn\] Epoll ")  # Open MPI's launcher, while it ends
 EXPLANATIONS = (b"hpcsync: ", b"Traceback (most recent call last)")
 TO_BE_READ_WHOLE = (b"-" * 70, b"=" * 70, b"Abort(", b"[warn] Epoll ", *EXPLANATIONS)
@@ -84,6 +85,7 @@ class NoticeFilter:
         self._in_line = False  # True if the beginning of an incomplete line has passed
         self._block: list[bytes] = []  # lines that are, or may be, the beginning of a notice
         self._kind: Kind | None = None  # kind of notice that the block's first line begins
+        self._lacks_end = False  # True if the end of a rank's line follows the notice that interrupts it
 
     def feed(self, data: bytes) -> bytes:
         """Take more data of the stream; return what can be written now."""
@@ -116,6 +118,12 @@ class NoticeFilter:
                 self.notices.append(Notice(b"".join(self._block), self._kind.on_purpose))
                 self._block, self._kind = [], None
             return b""
+        if interrupted := IN_A_LINE.match(line):
+            self._lacks_end = True
+            return self._whole(interrupted[1] + b"\n") + self._whole(interrupted[2])
+        if self._lacks_end and line == b"\n":
+            self._lacks_end = False
+            return self._released()
         released = self._released()
         self._kind = next((kind for kind in KINDS if kind.first.match(line.rstrip())), None)
         if self._kind is not None:

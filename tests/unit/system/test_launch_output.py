@@ -30,6 +30,14 @@ def test_notices_are_buffered_and_other_text_passes(size: int) -> None:
     assert found.explained
 
 
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_a_notice_within_a_line_of_a_rank(size: int) -> None:
+    text, found = TOLD.rstrip() + ABORT + b"\nlater\n\n", NoticeFilter()
+    passed = b"".join(found.feed(text[i : i + size]) for i in range(0, len(text), size)) + found.end()
+    assert passed == TOLD + b"later\n\n"
+    assert [notice.text for notice in found.notices] == [ABORT]
+
+
 @pytest.mark.parametrize(
     "text", [b"  1.0 s\r  2.0 s", RULE + b"a table\n" + RULE + RULE + b"another\n" + RULE, b"a\0b\n", b"Abort(no)\n"]
 )
