@@ -251,6 +251,21 @@ def report_(
         sys.exit(report.main(runs, out))
 
 
+@app.command()
+def explain(
+    run: TracePath,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all numbers as JSON.", show_default=False)] = False,
+    simulated: Annotated[
+        bool, typer.Option("--what-if/--no-what-if", help="Simulate the run with other times.")
+    ] = True,
+) -> None:
+    """Explain why a run took its time: who waited for whom, and what it would have taken without stragglers."""
+    from hpcsync.cli import explain as explanations
+
+    with user_errors_in_one_line():
+        sys.exit(explanations.main(run, as_json=as_json, simulated=simulated))
+
+
 app.command("figure", help=figure.HELP)(figure.command)
 app.command("cite")(cite.command)
 

@@ -19,6 +19,7 @@ LEAST_POINTS = 8  # of a line
 BARS = 32  # of a histogram
 BAR_WORKERS = 32  # workers shown of a run
 MATRIX_WORKERS = 16  # in rows and columns
+PAIRS = 200  # rows of the table of waiting times of a variant
 STEP_WORKERS = 6  # workers whose decisions are shown as lines
 PART_NAMES = {"load": "loading", "compute": "compute", "wait": "wait", "comm": "communication"}
 
@@ -284,7 +285,7 @@ def _bars(caption: str, of: str, bars: Mapping[str, np.ndarray], row: float) -> 
 
 
 def waiting_matrices(runs: Mapping[str, Sequence[RunData]]) -> Figure | None:
-    """Return for how long each worker was blocked until another released it, in the first run of each variant."""
+    """Return for how long each worker waited for each other, in the first run of each variant."""
     panels, rows, left_out = [], [], False
     for label, each in runs.items():
         waits_s = each[0].waits_s
@@ -296,16 +297,16 @@ def waiting_matrices(runs: Mapping[str, Sequence[RunData]]) -> Figure | None:
         panels.append((f"{label}: {number(float(f'{waits_s.sum():.4g}'))} s in all", _matrix(label, waits_s, shown)))
         rows += [
             (label, f"worker {i}", f"worker {j}", f"{waits_s[i, j]:.4g}", f"{100 * waits_s[i, j] / waits_s.sum():.2f}")
-            for i, j in np.argwhere(waits_s)[np.argsort(-waits_s[waits_s != 0], kind="stable")].tolist()
+            for i, j in np.argwhere(waits_s)[np.argsort(-waits_s[waits_s != 0], kind="stable")][:PAIRS].tolist()
         ]
     if not panels:
         return None
     seeds = sorted({each[0].job.seed for each in runs.values()})
-    note = "A row is the worker that waited, a column the worker whose push released it."
+    note = "A row is the worker that waited, a column the worker that it waited for."
     if left_out:
         note += f" The {MATRIX_WORKERS} workers that waited or were waited for longest."
-    columns = ("variant", "waiting", "released by", "time (s)", "share (%)")
-    return Figure(f"Time blocked, seed {' or '.join(map(str, seeds))}", panels, [], Table(columns, rows), note)
+    columns = ("variant", "waiting", "for", "time (s)", "share (%)")
+    return Figure(f"Who waited for whom, seed {' or '.join(map(str, seeds))}", panels, [], Table(columns, rows), note)
 
 
 def _matrix(label: str, waits_s: np.ndarray, workers: Sequence[int]) -> Markup:
@@ -313,14 +314,14 @@ def _matrix(label: str, waits_s: np.ndarray, workers: Sequence[int]) -> Markup:
     left, top = 74, 30
     size = min(44.0, (WIDTH - left - 10) / len(workers))
     largest, has_numbers = float(waits_s.max()), size >= 36
-    parts = [text(left, 11, "released by worker", "name")]
+    parts = [text(left, 11, "for worker", "name")]
     for n, i in enumerate(workers):
         y = top + size * n
         parts.append(text(left + size * (n + 0.5), top - 5, str(i), "tick", "middle"))
         parts.append(text(left - 6, y + size / 2 + 4, f"worker {i}", "tick", "end"))
         for m, j in enumerate(workers):
             waited_s = float(waits_s[i, j])
-            told = title(f"{label}: worker {i} waited {waited_s:.4g} s in all for pushes of worker {j}")
+            told = title(f"{label}: worker {i} waited {waited_s:.4g} s in all for worker {j}")
             x = left + size * m
             shade = f"{(0.55 if has_numbers else 1.0) * waited_s / largest:.3f}"
             box = {"x": x, "y": y, "width": size - 1, "height": size - 1}

@@ -10,7 +10,9 @@ import numpy as np
 
 from hpcsync.audit.check import Check
 from hpcsync.config.job import Job
+from hpcsync.report.explanation import hosts_of
 from hpcsync.report.summary import Summary
+from hpcsync.report.waiting import waits
 from hpcsync.trace.reader import Trace, TraceFile, load, opened
 from hpcsync.trace.schema import Outcome
 
@@ -19,6 +21,7 @@ AUDITED_ROWS = 250_000  # of all runs of a report: an audit takes about 20 s for
 EVALUATIONS = 500  # rows kept of a run, evenly spaced
 DECISIONS = 400  # rows kept of each controller, evenly spaced
 STALLS = 40  # rows kept
+MATRIX = 1000  # largest number of workers whose matrix of waiting times is kept
 
 
 class Decisions(NamedTuple):
@@ -46,8 +49,8 @@ class RunData(NamedTuple):
     staleness, leads
         Number of applied pushes by staleness, and of starts of an iteration by lead; empty without servers.
     waits_s
-        Seconds for which each worker was blocked until a push of another released it, shape (n_workers, n_workers);
-        None without servers.
+        Seconds for which each worker (row) waited for each other, shape (n_workers, n_workers); None with more than
+        `MATRIX` workers.
     hosts
         Host of each worker; "" where it is not known.
     stalls, n_stalls
@@ -103,8 +106,8 @@ def read(path: Path, summary: Summary, *, audited: bool = True) -> RunData:
             parts_s=_parts_s(trace),
             staleness=_counts(trace, "pushes", "staleness"),
             leads=_counts(trace, "grants", "gap_iters"),
-            waits_s=None,
-            hosts=_hosts(trace),
+            waits_s=_waits_s(trace),
+            hosts=hosts_of(trace),
             evaluations=evenly(_rows(trace, "evaluations"), EVALUATIONS),
             decisions=_decisions(trace),
             membership=_rows(trace, "membership"),
@@ -124,6 +127,10 @@ def evenly(rows: Any, most: int) -> Any:
 
 def _rows(trace: Trace | TraceFile, table: str) -> np.ndarray:
     return np.concatenate(list(trace.slices(table)))
+
+
+def _waits_s(trace: Trace | TraceFile) -> np.ndarray | None:
+    return waits(trace).between_s.toarray() if trace.n_workers <= MATRIX else None
 
 
 def _parts_s(trace: Trace | TraceFile) -> np.ndarray:
@@ -148,15 +155,6 @@ def add(counts: np.ndarray, more: np.ndarray) -> np.ndarray:
     total[: len(counts)] += counts
     total[: len(more)] += more
     return total
-
-
-def _hosts(trace: Trace | TraceFile) -> tuple[str, ...]:
-    hosts = [""] * trace.n_workers
-    n_servers = int(trace.attributes.get("n_servers") or 0)
-    for row in _rows(trace, "clocks"):
-        if 0 <= (worker := int(row["rank"]) - n_servers) < trace.n_workers:
-            hosts[worker] = row["host"].decode(errors="replace")
-    return tuple(hosts)
 
 
 def _decisions(trace: Trace | TraceFile) -> dict[str, Decisions]:

@@ -39,7 +39,7 @@ class SimulatedCluster:
     transfers: Transfers
 
 
-def build(job: Job, workload: Workload) -> SimulatedCluster:
+def build(job: Job, workload: Workload, recorded: RecordedRun | None = None) -> SimulatedCluster:
     """Build the cluster of a job at virtual time 0.
 
     Parameters
@@ -49,6 +49,8 @@ def build(job: Job, workload: Workload) -> SimulatedCluster:
         ``cluster.compute``; transfer times from the trace, ``cluster.network``, or they are zero.
     workload
         Workload of the job; only the size of its model is used.
+    recorded
+        Times of all computations and transfers, in place of those that the job names.
 
     Raises
     ------
@@ -59,13 +61,13 @@ def build(job: Job, workload: Workload) -> SimulatedCluster:
     loop, cluster = Loop(), job.cluster
     roles = Roles(cluster.servers, cluster.workers)
     shard_bytes = _shard_bytes(roles, workload)
-    if cluster.times_from is not None:
+    if recorded is None and cluster.times_from is not None:
         recorded = read(job, 2 * sum(shard_bytes))
-        refuse_standstill(job, "cluster.times_from", [times.total_s == 0.0 for times in recorded.workers])
-        devices = [
-            Device(times.seconds(), _changes(job, worker, recorded)) for worker, times in enumerate(recorded.workers)
-        ]
-        steps = Timed(loop, lambda worker, iteration: recorded.workers[worker].steps(iteration))
+    if recorded is not None:
+        times = recorded.workers
+        refuse_standstill(job, "cluster.times_from", [each.total_s == 0.0 for each in times])
+        devices = [Device(each.seconds(), _changes(job, worker, recorded)) for worker, each in enumerate(times)]
+        steps = Timed(loop, lambda worker, iteration: times[worker].steps(iteration))
         return SimulatedCluster(loop, shard_bytes, devices, steps)
     if cluster.compute is None:
         raise JobError(

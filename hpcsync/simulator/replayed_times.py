@@ -14,8 +14,9 @@ not depend on the batch is unknown.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -131,8 +132,8 @@ def read(job: Job, wire_bytes: int) -> RecordedRun:
     workers = []
     for worker in range(trace.n_workers):
         rows = pushes[pushes["worker"] == worker], grants[grants["worker"] == worker]
-        columns = _columns(*rows, job.workload.batch_size)
-        if not len(columns[0]):
+        columns = columns_of(*rows, job.workload.batch_size)
+        if not len(columns.compute_s):
             raise JobError(f"{key}: must have a push of every worker; worker {worker} has none")
         workers.append(RecordedTimes(*columns))
     return RecordedRun(workers, changes)
@@ -146,8 +147,19 @@ def _batch_sizes(trace: Trace) -> set[int]:
     return set() if isinstance(trace.job.workload, Script) else {trace.job.workload.batch_size}
 
 
-def _columns(pushes: np.ndarray, grants: np.ndarray, batch_size: int) -> Sequence[np.ndarray]:
-    """Return the arguments of RecordedTimes from one worker's pushes and grants.
+class Columns(NamedTuple):
+    """Durations of one worker's iterations, the arguments of `RecordedTimes`."""
+
+    compute_s: np.ndarray
+    to_begin_s: np.ndarray
+    to_server_s: np.ndarray
+    comm_s: np.ndarray
+    local_steps: np.ndarray
+    put: np.ndarray
+
+
+def columns_of(pushes: np.ndarray, grants: np.ndarray, batch_size: int) -> Columns:
+    """Return the durations of one worker's iterations from its pushes and grants.
 
     Only the leading iterations 1, 2, ... that have both rows are used: a killed run lacks rows at its end. The first
     iteration needs no grant; it counts from the start of the run. Computations are scaled to whole iterations of
@@ -162,7 +174,7 @@ def _columns(pushes: np.ndarray, grants: np.ndarray, batch_size: int) -> Sequenc
     pushes = pushes[:n]
     grant_s = np.array([granted_s[iteration] for iteration in range(1, n + 1)])
     load = pushes["batch_size"] / (batch_size * pushes["local_steps"])
-    return (
+    return Columns(
         pushes["load_s"] / load + pushes["compute_s"] / (pushes["share"] * load),
         pushes["begin_s"] - grant_s,
         pushes["now_s"] - pushes["end_s"],

@@ -121,6 +121,7 @@ def test_usage() -> None:
         "audit",
         "compare",
         "report",
+        "explain",
         "figure",
         "cite",
         "doctor",

@@ -127,6 +127,7 @@ def test_the_outline_is_complete(text: str) -> None:
         "Time to the target",
         "Accuracy and loss",
         "Where the workers&#39; time went",
+        "Who waited for whom",
         "Staleness and lead",
         "Decisions of the controllers",
         "Runs",
@@ -229,7 +230,7 @@ def test_who_waited_for_whom(runs: dict[str, list[RunData]]) -> None:
     text = render({"": {"bsp": [run._replace(waits_s=small)]}})
     assert Page(text).untitled == []
     assert text.count('class="cell"') == 9
-    assert "bsp: worker 0 waited 2.5 s in all for pushes of worker 2" in text
+    assert "bsp: worker 0 waited 2.5 s in all for worker 2" in text
     assert "bsp: 4 s in all" in text
     cells = re.findall(r"<tr><th scope=.row.>bsp</th>(.*worker.*)</tr>", text)
     assert [re.findall(r"<td>([^<]*)", row) for row in cells] == [

@@ -6,7 +6,7 @@ import pytest
 
 from hpcsync.config.errors import JobError
 from hpcsync.report.trace_pair import compare
-from hpcsync.simulator.replayed_times import RecordedTimes, _columns, read
+from hpcsync.simulator.replayed_times import RecordedTimes, columns_of, read
 from hpcsync.trace.reader import load
 from tests.unit.simulator.running import PARADIGMS, TIMING, simulate, timing_job
 
@@ -166,20 +166,20 @@ def test_a_killed_run_serves_as_far_as_it_goes(tmp_path):
     simulate(timing_job(workers=3, paradigm={"name": "asp"}, stop={"updates": 60}), path)
     trace = load(path)
     pushes, grants = (rows[rows["worker"] == 1] for rows in (trace.tables["pushes"], trace.tables["grants"]))
-    assert [len(column) for column in _columns(pushes, grants[:5], 4)] == [6] * 6  # the first needs no grant
-    assert [len(column) for column in _columns(pushes[:4], grants, 4)] == [4] * 6
-    assert [len(column) for column in _columns(pushes[1:], grants, 4)] == [0] * 6
+    assert [len(column) for column in columns_of(pushes, grants[:5], 4)] == [6] * 6  # the first needs no grant
+    assert [len(column) for column in columns_of(pushes[:4], grants, 4)] == [4] * 6
+    assert [len(column) for column in columns_of(pushes[1:], grants, 4)] == [0] * 6
 
 
 def test_computations_are_of_whole_iterations_of_the_jobs_batch_size(tmp_path):
     first = simulate(timing_job(model="lognormal", paradigm={"name": "easgd", "period": 3}), tmp_path / "trace.h5")
     pushes, grants = (rows[rows["worker"] == 1] for rows in (first.tables["pushes"], first.tables["grants"]))
-    compute_s = _columns(pushes, grants, 4)[0]
+    compute_s = columns_of(pushes, grants, 4)[0]
     assert compute_s.tolist() == pushes["compute_s"][: len(compute_s)].tolist(), "not a bit differs"
     pushes["batch_size"][0] *= 2  # 3 local steps of 8
     pushes["share"][1] = 0.25
     pushes["batch_size"][2], pushes["share"][2] = 3, 0.5
-    factors = _columns(pushes, grants, 4)[0] / compute_s
+    factors = columns_of(pushes, grants, 4)[0] / compute_s
     assert factors.tolist() == pytest.approx([0.5, 4.0, 8.0] + [1.0] * (len(factors) - 3))
 
 

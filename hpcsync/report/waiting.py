@@ -1,0 +1,134 @@
+"""Who waited for whom, from the rows of a trace that are read in slices.
+
+With servers a grant names the event that released its worker (`released_by`), so the time for which the worker was
+blocked (`held_s`) is attributed to the worker of that event. Without servers a worker waits for the peer of its
+exchange, or, in an exchange of all workers, for the one whose computation ended last in that iteration.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from scipy.sparse import coo_array, csr_array
+
+from hpcsync.paradigms.records import ALL_PEERS
+from hpcsync.trace.reader import Trace, TraceFile
+from hpcsync.trace.schema import ELAPSED, Release
+
+NO_WORKER = -1
+
+
+class Waits(NamedTuple):
+    """Waiting times of a run in seconds.
+
+    Attributes
+    ----------
+    between_s
+        Time for which each worker (row) waited for each other (column), shape (n_workers, n_workers).
+    timed_s
+        Time for which each worker was blocked until a time that its paradigm had set, shape (n_workers,).
+    ended_s
+        Time for which each worker was blocked when the run ended, shape (n_workers,). It is in no iteration.
+    unknown_s
+        Time of which the trace does not tell for whom the worker waited, shape (n_workers,).
+    messages_s
+        Waiting of the iterations that is not blocking: push info and grant in transit, the server at work for others,
+        shape (n_workers,). Zero without servers.
+    """
+
+    between_s: csr_array
+    timed_s: np.ndarray
+    ended_s: np.ndarray
+    unknown_s: np.ndarray
+    messages_s: np.ndarray
+
+    @property
+    def caused_s(self) -> np.ndarray:
+        """Time for which all other workers together waited for each worker, shape (n_workers,)."""
+        return np.asarray(self.between_s.sum(axis=0)).ravel()
+
+
+def waits(trace: Trace | TraceFile) -> Waits:
+    """Return the waiting times of a run.
+
+    Notes
+    -----
+    The rows of a run without servers are read three times. The memory grows with the largest `seq`, or with the number
+    of iterations: 4 B for each `seq`, 12 B for each iteration of a worker.
+    """
+    return _of_grants(trace) if trace.job.has_servers else _of_exchanges(trace)
+
+
+def _of_grants(trace: Trace | TraceFile) -> Waits:
+    n_workers = trace.n_workers
+    worker_of = _worker_of_event(trace)
+    last = np.zeros(n_workers, np.int64)  # last iteration that was pushed
+    messages_s = np.zeros(n_workers)
+    for rows in trace.slices("pushes"):
+        np.maximum.at(last, rows["worker"], rows["iteration"])
+        messages_s += np.bincount(rows["worker"], rows["wait_s"], n_workers)
+    between, timed_s, ended_s, unknown_s = csr_array((n_workers, n_workers)), *np.zeros((3, n_workers))
+    for rows in trace.slices("grants"):
+        released_by, worker, held_s = rows["released_by"], rows["worker"], rows["held_s"]
+        pushed = rows["iteration"] <= last[worker]
+        messages_s -= np.bincount(worker[pushed], held_s[pushed], n_workers)
+        known = (released_by > 0) & (released_by < len(worker_of))
+        cause = np.where(known, worker_of[np.where(known, released_by, 0)], NO_WORKER)
+        others = (cause >= 0) & (cause != worker)
+        between += _matrix(worker[others], cause[others], held_s[others], n_workers)
+        timed = known & (cause == _TIMED)
+        ended = released_by == Release.END
+        timed_s += np.bincount(worker[timed], held_s[timed], n_workers)
+        ended_s += np.bincount(worker[ended], held_s[ended], n_workers)
+        rest = ~others & ~timed & ~ended
+        unknown_s += np.bincount(worker[rest], held_s[rest], n_workers)
+    return Waits(between, timed_s, ended_s, unknown_s, messages_s)
+
+
+_TIMED = -2
+
+
+def _worker_of_event(trace: Trace | TraceFile) -> np.ndarray:
+    """Return the worker of each `seq` of an event, `_TIMED` for a time that elapsed, and -1 for other rows."""
+    tables = ("pushes", "grants", "decisions", "membership")
+    n_seqs = 1 + max(int(rows["seq"].max(initial=0)) for table in tables for rows in trace.slices(table))
+    worker_of = np.full(n_seqs, NO_WORKER, np.int32)
+    for table in ("pushes", "membership"):
+        for rows in trace.slices(table):
+            worker_of[rows["seq"]] = rows["worker"]
+    for rows in trace.slices("decisions"):
+        worker_of[rows["seq"][rows["controller"] == ELAPSED.encode()]] = _TIMED
+    return worker_of
+
+
+def _of_exchanges(trace: Trace | TraceFile) -> Waits:
+    n_workers = trace.n_workers
+    last = _last_of_iterations(trace)
+    between, unknown_s = csr_array((n_workers, n_workers)), np.zeros(n_workers)
+    for rows in trace.slices("exchanges"):
+        worker, wait_s = rows["worker"], rows["wait_s"]
+        cause = np.where(rows["peer"] == ALL_PEERS, last[rows["iteration"]], np.maximum(rows["peer"], NO_WORKER))
+        others = (cause >= 0) & (cause != worker)
+        between += _matrix(worker[others], cause[others], wait_s[others], n_workers)
+        unknown_s += np.bincount(worker[~others], wait_s[~others], n_workers)
+    timed_s, ended_s, messages_s = np.zeros((3, n_workers))
+    return Waits(between, timed_s, ended_s, unknown_s, messages_s)
+
+
+def _last_of_iterations(trace: Trace | TraceFile) -> np.ndarray:
+    """Return the worker whose computation of each iteration ended last, or -1; shape (n_iterations + 1,)."""
+    n = 1 + max(int(rows["iteration"].max(initial=0)) for rows in trace.slices("exchanges"))
+    latest_s, last = np.full(n, -np.inf), np.full(n, NO_WORKER, np.int32)
+    for rows in trace.slices("exchanges"):
+        made = rows[rows["batch_size"] > 0]
+        np.maximum.at(latest_s, made["iteration"], made["end_s"])
+    for rows in trace.slices("exchanges"):
+        made = rows[rows["batch_size"] > 0]
+        is_last = made["end_s"] == latest_s[made["iteration"]]
+        last[made["iteration"][is_last]] = made["worker"][is_last]
+    return last
+
+
+def _matrix(waiter: np.ndarray, cause: np.ndarray, seconds: np.ndarray, n_workers: int) -> csr_array:
+    return coo_array((seconds, (waiter, cause)), shape=(n_workers, n_workers)).tocsr()

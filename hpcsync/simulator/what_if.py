@@ -1,0 +1,238 @@
+"""What-if analysis of a recorded run: its training again in virtual time, with some of the recorded times replaced.
+
+The slowdown S of a run by its stragglers is its duration over that of the same run in which every operation takes the
+median of its times; replacing the times of one worker or of one operation gives the slowdown by worker (S_w) or by
+operation (S_t).
+
+References
+----------
+J. Lin, Z. Jiang, Z. Song et al., "Understanding Stragglers in Large Model Training Using What-if Analysis", OSDI 2025.
+There S_w and S_t replace the times of all others instead; here, as with S, what is replaced is what is blamed.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from itertools import cycle
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hpcsync.config.errors import JobError
+from hpcsync.config.job import Job, Script
+from hpcsync.core.assignments import create_paradigm
+from hpcsync.core.device_speed import Device
+from hpcsync.core.peer_machine import create_method
+from hpcsync.report.explanation import WhatIf
+from hpcsync.simulator import cluster, factory
+from hpcsync.simulator.event_loop import Loop
+from hpcsync.simulator.peer_transfers import Links, Then, Workers
+from hpcsync.simulator.replayed_times import Columns, RecordedRun, RecordedTimes, columns_of
+from hpcsync.simulator.server_run import ServerSimulation
+from hpcsync.trace.reader import Trace, TraceFile
+from hpcsync.workloads.registry import build
+
+ROWS = 10_000  # pushes or exchanges of a simulation, at most (it simulates some 10,000 a second)
+WORKERS = 5  # workers whose times are replaced: those that compute longest
+OPERATIONS = ("computation", "transfer")
+LOCKSTEP = ("all-reduce", "average")  # transports without servers that can be replayed
+
+
+class NotReplayed(Exception):
+    """The run cannot be simulated with its own times; the message says why."""
+
+
+class _Recorded(NamedTuple):
+    """Beginning of a run: its job in virtual time, and the times of each worker."""
+
+    job: Job
+    samples: int
+    real_s: float
+    workers: list[Columns]
+
+
+def study(trace: Trace | TraceFile) -> WhatIf:
+    """Simulate the beginning of a run with its own times, and with some of them replaced.
+
+    Raises
+    ------
+    NotReplayed
+        If that is not possible.
+    """
+    recorded = _of_pushes(trace) if trace.job.has_servers else _of_exchanges(trace)
+    times = recorded.workers
+    every = range(len(times))
+    medians = Columns(*(_median(times, i) for i in range(len(Columns._fields))))
+    slowest = sorted(every, key=lambda worker: -_mean_step_s(times[worker]))[:WORKERS]
+
+    def duration_s(workers: Sequence[int], operations: Sequence[str]) -> float:
+        chosen = set(workers)
+        replaced = [_replaced(each, medians, operations) if i in chosen else each for i, each in enumerate(times)]
+        return _duration_s(recorded, replaced)
+
+    speeds = 1.0 / np.array([_mean_step_s(each) or np.nan for each in times])
+    by_speed_s = None
+    if trace.job.batches.policy == "equal" and np.isfinite(speeds).all():
+        loads = speeds / speeds.mean()
+        scaled = [each._replace(compute_s=each.compute_s * load) for each, load in zip(times, loads, strict=True)]
+        by_speed_s = _duration_s(recorded, scaled)
+    return WhatIf(
+        recorded.samples,
+        recorded.real_s,
+        duration_s((), ()),
+        duration_s(every, OPERATIONS),
+        {worker: duration_s([worker], OPERATIONS) for worker in slowest},
+        {operation: duration_s(every, [operation]) for operation in OPERATIONS},
+        by_speed_s,
+    )
+
+
+# ---- the recorded times ----
+
+
+def _of_pushes(trace: Trace | TraceFile) -> _Recorded:
+    updates = _first(trace, "updates", ROWS)
+    n_updates = int(np.searchsorted(np.cumsum(updates["n_contributions"]), ROWS, side="right"))
+    if not n_updates:
+        raise NotReplayed("it has no update")
+    samples, real_s = (updates[name][n_updates - 1].item() for name in ("samples", "now_s"))
+    pushes, grants = (_first(trace, table, 2 * ROWS + trace.n_workers) for table in ("pushes", "grants"))
+    pushes, grants = pushes[pushes["now_s"] <= real_s], grants[grants["now_s"] <= real_s]
+    batch_size = _batch_size(pushes["batch_size"] // pushes["local_steps"])
+    workers = [
+        columns_of(pushes[pushes["worker"] == worker], grants[grants["worker"] == worker], batch_size)
+        for worker in range(trace.n_workers)
+    ]
+    if absent := [worker for worker, columns in enumerate(workers) if not len(columns.compute_s)]:
+        raise NotReplayed(f"worker {absent[0]} has no push among the first {ROWS:,}")
+    return _Recorded(_in_virtual_time(trace.job, samples, batch_size), samples, real_s, workers)
+
+
+def _of_exchanges(trace: Trace | TraceFile) -> _Recorded:
+    if create_method(trace.job).transport not in LOCKSTEP:
+        raise NotReplayed(f"times of {trace.job.paradigm.name} cannot be replayed")
+    n_iterations = max(1, ROWS // trace.n_workers)
+    rows = _first(trace, "exchanges", 2 * ROWS)
+    rows = rows[(rows["batch_size"] > 0) & (rows["iteration"] <= n_iterations)]
+    updates = _first(trace, "updates", n_iterations)
+    if not len(rows) or not len(updates):
+        raise NotReplayed("it has no update")
+    samples, real_s = (updates[name][-1].item() for name in ("samples", "now_s"))
+    batch_size = _batch_size(rows["batch_size"])
+    workers = []
+    for worker in range(trace.n_workers):
+        own = rows[rows["worker"] == worker]
+        if not len(own):
+            raise NotReplayed(f"worker {worker} has no iteration among the first {n_iterations:,}")
+        ones, zeros = np.ones(len(own), int), np.zeros(len(own))
+        compute_s = own["load_s"] + own["compute_s"] * batch_size / own["batch_size"]
+        workers.append(Columns(compute_s, zeros, zeros, own["comm_s"], ones, ones.astype(bool)))
+    return _Recorded(_in_virtual_time(trace.job, samples, batch_size), samples, real_s, workers)
+
+
+def _first(trace: Trace | TraceFile, table: str, n_rows: int) -> np.ndarray:
+    return trace.read(table, 0, n_rows) if isinstance(trace, TraceFile) else trace.tables[table][:n_rows]
+
+
+def _batch_size(sizes: np.ndarray) -> int:
+    return max(1, int(np.median(sizes)))
+
+
+def _in_virtual_time(job: Job, samples: int, batch_size: int) -> Job:
+    """Return the job without arithmetic; its stopping rule is this number of samples."""
+    table: dict[str, Any] = tomllib.loads(job.to_toml())
+    cluster_table = table["cluster"]
+    table |= {
+        "workload": {"name": "timing", "batch_size": batch_size},
+        "stop": {"samples": samples},
+        "evaluation": {"every_samples": 0},
+        "cluster": {
+            "workers": job.cluster.workers,
+            "servers": job.cluster.servers,
+            "events": [event for event in cluster_table.get("events", []) if event["change"] in ("leave", "join")],
+            "compute": {"model": "constant", "seconds": 1.0},
+        },
+    }
+    if isinstance(job.workload, Script) or "optimizer" not in table:
+        table["optimizer"] = {"name": "sgd", "lr": 0.1}
+    for key in ("compression", "checkpoint"):  # the recorded times contain those of compression
+        table.pop(key, None)
+    try:
+        return Job.from_table(table)
+    except JobError as error:
+        raise NotReplayed(f"its job cannot be simulated without arithmetic: {error}") from None
+
+
+def _mean_step_s(columns: Columns) -> float:
+    return float(columns.compute_s.sum() / columns.local_steps.sum())
+
+
+def _median(workers: Sequence[Columns], column: int) -> np.ndarray:
+    """Return the median of all workers and iterations but the first; computation for each local step, as shape (1,)."""
+    parts = []
+    for columns in workers:
+        values = columns.compute_s / columns.local_steps if column == 0 else columns[column]
+        parts.append(values[1:] if len(values) > 1 else values)
+    return np.median(np.concatenate(parts), keepdims=True)
+
+
+def _replaced(times: Columns, medians: Columns, operations: Sequence[str]) -> Columns:
+    n = len(times.compute_s)
+    if "computation" in operations:
+        times = times._replace(compute_s=medians.compute_s * times.local_steps)
+    if "transfer" in operations:
+        names = ("to_begin_s", "to_server_s", "comm_s")
+        times = times._replace(**{name: np.repeat(getattr(medians, name), n) for name in names})
+    return times
+
+
+# ---- the simulations ----
+
+
+class _NoRecord:
+    """Recorder that keeps the time of the last update."""
+
+    now_s = 0.0
+
+    def append(self, table: str, row: tuple[object, ...]) -> None:
+        if table == "updates":
+            assert isinstance(row[1], float)
+            self.now_s = row[1]
+
+
+class _TimedLinks(Links):
+    """Links whose all-reduces take given times."""
+
+    def __init__(self, loop: Loop, n_workers: int, seconds: np.ndarray) -> None:
+        super().__init__(loop, None, n_workers, 0)
+        self._seconds = cycle(seconds.tolist())
+
+    def all_reduce(self, then: Then, *args: Any) -> None:
+        self._loop.after(next(self._seconds), then, *args)
+
+
+def _duration_s(recorded: _Recorded, workers: Sequence[Columns]) -> float:
+    """Return the time of the last update of a simulation with these times."""
+    job, trace = recorded.job, _NoRecord()
+    workload = build(job)
+    try:
+        if job.has_servers:
+            run = RecordedRun([RecordedTimes(*columns) for columns in workers], job.cluster.events)
+            ServerSimulation(job, workload, cluster.build(job, workload, run), create_paradigm(job), trace).run()
+        else:
+            loop = Loop()
+            devices = [Device(RecordedTimes(*columns).seconds(), ()) for columns in workers]
+            links = _TimedLinks(loop, len(workers), _all_reduce_s(workers))
+            factory.simulation(job, workload, Workers(loop, devices, links), trace).run()
+    except JobError as error:
+        raise NotReplayed(str(error)) from None
+    return trace.now_s
+
+
+def _all_reduce_s(workers: Sequence[Columns]) -> np.ndarray:
+    """Return the time of each exchange of all workers: the smallest of theirs, since waiting is not in it."""
+    n = min(len(columns.comm_s) for columns in workers)
+    seconds = np.min([columns.comm_s[:n] for columns in workers], axis=0)
+    made = seconds[seconds > 0]
+    return made if len(made) else np.zeros(1)

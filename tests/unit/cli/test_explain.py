@@ -1,0 +1,67 @@
+"""`hpcsync explain`: what it prints for a run of known times."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hpcsync.cli import explain
+from hpcsync.config.errors import JobError
+from tests.unit.simulator.runs import simulated
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run under BSP in which worker 2 takes twice as long as the others."""
+    return simulated(tmp_path_factory.mktemp("runs"), {"name": "bsp"}, [0.1, 0.1, 0.2]).path
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> str:
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_a_straggler_is_named_with_its_cost(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert explain.main(run.parent, as_json=False, simulated=True) == 0
+    text = said(capsys)
+    assert "The run took 8 s. Time of all workers: computation 67 %, waiting 33 %." in text
+    assert "Worker 2 cost each other worker 4 s of 8 s on average; its iterations take 2 times the median." in text
+    assert "all workers wait for the slowest" in text
+    assert "Without stragglers it would have taken 0.50 of the time (slowdown S = 2.00)" in text
+    assert "S_w = 2.00" in text
+    assert "S_t = 1.00" in text
+
+
+def test_all_numbers_as_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert explain.main(run, as_json=True, simulated=True) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["duration_s"] == pytest.approx(8.0)
+    assert {(each["worker"], each["for"]) for each in found["waits"]} == {(0, 2), (1, 2)}
+    assert [each["seconds"] for each in found["waits"]] == pytest.approx([4.0, 4.0])
+    assert [worker["caused_s"] for worker in found["workers"]] == pytest.approx([0.0, 0.0, 8.0])
+    assert [worker["slowness"] for worker in found["workers"]] == pytest.approx([1.0, 1.0, 2.0])
+    assert found["what_if"]["slowdown"] == pytest.approx(2.0)
+    assert found["what_if"]["slowdown_by_worker"]["2"] == pytest.approx(2.0)
+
+
+def test_without_simulations(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert explain.main(run, as_json=False, simulated=False) == 0
+    assert "simulated" not in said(capsys)
+
+
+def test_a_run_without_stragglers_blames_nobody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = simulated(tmp_path, {"name": "asp"}, [0.1, 0.2])
+    assert explain.main(trace.path, as_json=False, simulated=True) == 0
+    text = said(capsys)
+    assert "No worker waited for another." in text
+    assert "cost each other worker" not in text
+
+
+def test_what_cannot_be_simulated_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = simulated(tmp_path, {"name": "gossip", "mode": "pull"}, [0.1, 0.2])
+    assert explain.main(trace.path, as_json=False, simulated=True) == 0
+    assert "Not simulated with other times: times of gossip cannot be replayed." in said(capsys)
+
+
+def test_a_folder_without_a_trace_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match=r"trace\.h5: no such file$"):
+        explain.main(tmp_path, as_json=False, simulated=True)

@@ -1,0 +1,110 @@
+"""Who waited for whom: closed forms, sums that must agree with the rows, and the reading in slices."""
+
+import numpy as np
+import pytest
+
+from hpcsync.core.assignments import decision_fields
+from hpcsync.report.waiting import waits
+from hpcsync.trace.reader import opened
+from hpcsync.trace.schema import TABLES, Change, Release, complete
+from hpcsync.trace.writer import TraceWriter
+from tests.unit.simulator.runs import simulated
+from tests.unit.trace.recorder import attributes, edit, job_of, play, record, with_rows
+
+SERVED = ["bsp", "asp", "ssp", "dssp", "easgd", "k-sync", "k-async", "ashl", "adsp", "async-diloco", "batches"]
+
+
+def waited_s(trace):
+    """Return the waiting of each worker, and the time for which it was blocked before an iteration without a row."""
+    table = "pushes" if trace.job.has_servers else "exchanges"
+    rows, grants = trace.tables[table], trace.tables["grants"]
+    n = trace.n_workers
+    last = np.zeros(n, int)
+    np.maximum.at(last, rows["worker"], rows["iteration"])
+    open_grants = grants[(grants["iteration"] > last[grants["worker"]]) & (grants["released_by"] != Release.END)]
+    return [np.bincount(each["worker"], each[key], n) for each, key in ((rows, "wait_s"), (open_grants, "held_s"))]
+
+
+@pytest.mark.parametrize("paradigm", SERVED)
+def test_every_second_is_attributed_once(paradigm):
+    trace = record(paradigm, jitter=0.3)
+    found = waits(trace)
+    total_s = np.asarray(found.between_s.sum(axis=1)).ravel() + found.timed_s + found.unknown_s + found.messages_s
+    in_rows_s, without_row_s = waited_s(trace)
+    np.testing.assert_allclose(total_s, in_rows_s + without_row_s, atol=1e-9)
+    np.testing.assert_allclose(found.messages_s, 0.0, atol=1e-9)  # messages take no time here
+    assert not found.unknown_s.any()
+    assert not found.between_s.diagonal().any()
+
+
+def test_bsp_waits_for_the_last_push_of_each_round():
+    trace = record("bsp", (1.0, 1.2, 1.3), jitter=0.5)
+    expected_s = np.zeros((3, 3))
+    pushes = trace.tables["pushes"]
+    for version in range(trace.tables["updates"]["version"][-1]):
+        of_round = pushes[pushes["version_read"] == version]
+        for push in of_round:
+            expected_s[push["worker"], of_round["worker"][-1]] += of_round["now_s"][-1] - push["now_s"]
+    np.testing.assert_allclose(waits(trace).between_s.toarray(), expected_s, atol=1e-9)
+    assert (expected_s > 0).sum() > 3  # not always the same worker
+
+
+def test_a_worker_that_dies_is_waited_for():
+    trace = record("bsp", jitter=0.3, changes=[(1.9, 2)])
+    assert trace.tables["membership"]["change"][0] == Change.DIED
+    assert waits(trace).between_s[0, 2] > 0
+    assert set(np.flatnonzero(waits(trace).caused_s).tolist()) >= {2}
+
+
+def test_another_release_is_another_cause():
+    trace = record("ssp", jitter=0.3)
+    grants, pushes = trace.tables["grants"], trace.tables["pushes"]
+    row = int(np.flatnonzero(grants["held_s"] > 0)[0])
+    other = pushes[pushes["worker"] == (1 if grants["worker"][row] == 0 else 0)]["seq"][0]
+    before, after = waits(trace).caused_s, waits(edit(trace, "grants", row, released_by=other)).caused_s
+    assert before[2] - after[2] == pytest.approx(grants["held_s"][row])
+
+
+def test_without_releases_the_cause_is_unknown():
+    trace = record("ssp", jitter=0.3)
+    rows = trace.tables["grants"]
+    older = rows[[name for name in rows.dtype.names if name != "released_by"]].copy()
+    found = waits(with_rows(trace, "grants", complete(older, TABLES["grants"])))
+    assert found.unknown_s.sum() == pytest.approx(rows["held_s"].sum())
+    assert not found.caused_s.any()
+
+
+def test_a_time_that_elapsed_is_nobody():
+    found = waits(record("async-diloco", jitter=0.3))
+    assert found.timed_s.any()
+
+
+@pytest.mark.parametrize("paradigm", ["bsp", "async-diloco"])
+def test_slices_change_nothing(tmp_path, paradigm):
+    job, path = job_of(paradigm, updates=20), tmp_path / "trace.h5"
+    with TraceWriter(path, attributes(job), decision_fields(job)) as trace:
+        play(job, trace, (1.0, 1.3, 2.1), jitter=0.3)
+    found = []
+    for slice_rows in (3, 100_000):
+        with opened(path, slice_rows) as file:
+            found.append(waits(file))
+    np.testing.assert_allclose(found[0].between_s.toarray(), found[1].between_s.toarray())
+    for one, other in zip(found[0][1:], found[1][1:], strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-12)
+
+
+def test_all_reduce_waits_for_the_last_worker_of_each_iteration(tmp_path):
+    trace = simulated(tmp_path, {"name": "allreduce"}, [0.1, 0.2, 0.3])
+    between_s = waits(trace).between_s.toarray()
+    n = int(trace.tables["updates"]["version"][-1])
+    np.testing.assert_allclose(between_s, [[0, 0, 0.2 * n], [0, 0, 0.1 * n], [0, 0, 0]], atol=1e-9)
+
+
+def test_ad_psgd_waits_for_its_partner(tmp_path):
+    trace = simulated(tmp_path, {"name": "ad-psgd"}, [0.1, 0.2, 0.3, 0.15], network={"bandwidth_gbit": 0.001})
+    found, rows = waits(trace), trace.tables["exchanges"]
+    total_s = np.asarray(found.between_s.sum(axis=1)).ravel() + found.unknown_s
+    np.testing.assert_allclose(total_s, np.bincount(rows["worker"], rows["wait_s"], 4), atol=1e-9)
+    others = rows[(rows["wait_s"] > 0) & (rows["peer"] >= 0) & (rows["peer"] != rows["worker"])]
+    pairs = set(zip(others["worker"].tolist(), others["peer"].tolist(), strict=True))
+    assert set(zip(*(each.tolist() for each in found.between_s.nonzero()), strict=True)) == pairs
