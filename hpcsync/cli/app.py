@@ -266,6 +266,37 @@ def explain(
         sys.exit(explanations.main(run, as_json=as_json, simulated=simulated))
 
 
+@app.command("export")
+def export_(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Trace files, or folders of runs.", show_default=False)
+    ],
+    out: Annotated[
+        Path,
+        typer.Option(
+            "--out", "-o", metavar="FILE", help="The file: .pftrace or .csv; for parquet a folder.", show_default=False
+        ),
+    ],
+    kind: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            metavar="perfetto|csv|parquet",
+            help="Format; by default the one that the suffix of FILE tells.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Write runs for Perfetto (several in one file), as CSV for Pipit, or their tables as Parquet.
+
+    Needs pandas, perfetto and pyarrow: pip install 'hpcsync[export]'.
+    """
+    from hpcsync.cli import export
+
+    with user_errors_in_one_line():
+        sys.exit(export.main(runs, out, kind))
+
+
 app.command("figure", help=figure.HELP)(figure.command)
 app.command("cite")(cite.command)
 

@@ -122,6 +122,7 @@ def test_usage() -> None:
         "compare",
         "report",
         "explain",
+        "export",
         "figure",
         "cite",
         "doctor",

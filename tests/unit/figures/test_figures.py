@@ -18,6 +18,7 @@ from hpcsync import figures
 from hpcsync.cli.app import app
 from hpcsync.config.job import KINDS
 from hpcsync.figures import accuracy, leads, plotting, staleness, timeline
+from hpcsync.report import intervals
 from hpcsync.report.summary import summarize
 from hpcsync.trace.schema import TABLES, Change, Phase
 from hpcsync.trace.writer import TraceWriter
@@ -199,7 +200,7 @@ def test_a_switch_is_drawn_whichever_worker_brought_it_about():
     rows["controller"][0], rows["worker"][0] = b"switch", 2
     (drawing,) = figures.draw("timeline", [with_rows(trace, "decisions", rows)], workers=1, to_s=20.0)
     switches = drawing.data[drawing.data["activity"] == "switch"]
-    assert switches[["worker", "begin_s"]].values.tolist() == [[timeline.SERVERS, rows["now_s"][0]]]
+    assert switches[["worker", "begin_s"]].values.tolist() == [[intervals.SERVERS, rows["now_s"][0]]]
 
 
 def two_pushes(begin_s):
@@ -208,7 +209,7 @@ def two_pushes(begin_s):
 
 
 def bars(begin_s):
-    frame = timeline.bars(two_pushes(begin_s))
+    frame = intervals.bars(two_pushes(begin_s))
     return frame[["activity", "iteration", "begin_s", "end_s"]].values.tolist()
 
 
@@ -226,7 +227,7 @@ def test_transfers_are_drawn_half_before_and_half_after():
 
 
 def test_loading_is_drawn_before_the_computation():
-    assert timeline.bars(two_pushes(2.0).assign(load_s=[0.0, 0.25])).values.tolist()[-3:-1] == [
+    assert intervals.bars(two_pushes(2.0).assign(load_s=[0.0, 0.25])).values.tolist()[-3:-1] == [
         [0, "load", 2, 2.0, 2.25],
         [0, "compute", 2, 2.25, 3.0],
     ]

@@ -1,0 +1,94 @@
+"""Command `hpcsync export`: runs in the formats of other tools."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from hpcsync.config.errors import JobError
+
+SUFFIXES = {"perfetto": (".pftrace", ".perfetto-trace"), "csv": (".csv",), "parquet": (".parquet", "")}
+MODULES = {"perfetto": "perfetto", "csv": "pipit", "parquet": "parquet"}  # in hpcsync.export
+PACKAGES = ("google", "pandas", "perfetto", "pyarrow")  # of the extra `export`; protobuf is google.protobuf
+
+
+def main(runs: Sequence[Path], out: Path, kind: str | None) -> int:
+    """Write the file, or the folder of tables, and print its name; return the exit status.
+
+    Parameters
+    ----------
+    runs
+        Trace files, or folders of runs.
+    out
+        File to create or replace; for parquet a folder.
+    kind
+        A key of `SUFFIXES`; None for the one that the suffix of `out` tells.
+
+    Raises
+    ------
+    JobError
+        For a wrong argument, a trace that cannot be read, a missing package, or a file that cannot be written.
+    """
+    from hpcsync.trace.reader import TraceError
+
+    kind = kind_of(out, kind)
+    if kind != "perfetto" and len(runs) > 1:
+        raise JobError(f"--format {kind}: takes one RUN; {len(runs)} were given. Only perfetto takes several")
+    module = module_of(kind)
+    try:
+        print(f"written: {write(kind, module, runs, out)}")
+    except TraceError as error:
+        raise JobError(str(error)) from None
+    except OSError as error:
+        raise JobError(f"{error.filename or out}: {error.strerror or error}") from None
+    return 0
+
+
+def kind_of(out: Path, kind: str | None) -> str:
+    """Return the format. Raises JobError if the name of the file is not that of one."""
+    allowed = ", ".join(SUFFIXES)
+    if kind is None:
+        kind = next((name for name, suffixes in SUFFIXES.items() if out.suffix in suffixes and out.suffix), None)
+        if kind is None:
+            raise JobError(
+                f"{out}: must end in .pftrace or .perfetto-trace (Perfetto) or .csv, or --format be one of {allowed}"
+            )
+    if kind not in SUFFIXES:
+        raise JobError(f"--format {kind}: must be one of {allowed}")
+    if kind == "parquet" and out.exists() and not out.is_dir():
+        raise JobError(f"{out}: must be a folder, for one file a table")
+    if out.suffix not in SUFFIXES[kind] and not (kind == "parquet" and out.is_dir()):
+        raise JobError(f"{out}: must {' or '.join(map(_ending, SUFFIXES[kind]))} for --format {kind}")
+    return kind
+
+
+def _ending(suffix: str) -> str:
+    return f"end in {suffix}" if suffix else "have no suffix"
+
+
+def module_of(kind: str) -> Any:
+    """Return the module that writes a format. Raises JobError if a package is missing that it needs."""
+    try:
+        return import_module(f"hpcsync.export.{MODULES[kind]}")
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in PACKAGES:
+            raise
+        raise JobError(
+            f"--format {kind}: needs {package}, which is not installed: pip install 'hpcsync[export]'"
+        ) from None
+
+
+def write(kind: str, module: Any, runs: Sequence[Path], out: Path) -> str:
+    """Write the runs; return what was written in words."""
+    from hpcsync import figures
+    from hpcsync.trace.reader import opened
+
+    if kind == "parquet":
+        with opened(runs[0]) as trace:
+            return f"{out}, {len(module.write(trace, out))} tables"
+    traces = figures.open_traces(runs)
+    module.write(traces if kind == "perfetto" else traces[0], out)
+    return str(out)

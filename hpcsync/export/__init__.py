@@ -1,0 +1,1 @@
+"""Exports of traces to the formats of other tools."""

@@ -1,0 +1,54 @@
+"""A run as spans and instants in whole nanoseconds, none of which overlaps another of its worker."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from hpcsync.report import intervals
+from hpcsync.report.intervals import SERVERS as SERVERS  # the worker of instants that belong to no worker
+from hpcsync.trace.reader import Trace
+
+NS = 1e9  # of a second
+SHORTEST_NS = 2  # spans are at least this long, so that the last nanosecond of a span is not its first
+
+
+def spans(trace: Trace) -> pd.DataFrame:
+    """Return what the workers did: loading, compute, wait and transfer.
+
+    Returns
+    -------
+    pandas.DataFrame
+        Columns worker, iteration, activity, begin_ns and end_ns, ordered by worker and time. A span ends before or when
+        the next one of its worker begins.
+    """
+    bars = intervals.bars_of(trace, intervals.iterations(trace))
+    return disjoint(bars.assign(begin_ns=nanoseconds(bars["begin_s"]), end_ns=nanoseconds(bars["end_s"])))
+
+
+def disjoint(bars: pd.DataFrame) -> pd.DataFrame:
+    """Return bars, ordered by worker and time, without what lies before time 0 or the end of an earlier bar."""
+    latest_ns = bars.groupby("worker")["end_ns"].cummax()
+    earlier_ns = latest_ns.groupby(bars["worker"]).shift(fill_value=0)
+    found = bars.assign(begin_ns=np.maximum(bars["begin_ns"], earlier_ns.clip(lower=0)))
+    long_enough = found["end_ns"] - found["begin_ns"] >= SHORTEST_NS
+    columns = ["worker", "iteration", "activity", "begin_ns", "end_ns"]
+    return found.loc[long_enough, columns].reset_index(drop=True)
+
+
+def instants(trace: Trace) -> pd.DataFrame:
+    """Return updates of the servers, changes of membership, stalls, decisions and switches.
+
+    Returns
+    -------
+    pandas.DataFrame
+        Columns worker, iteration, activity and now_ns. The worker of updates and switches is `SERVERS`; the iteration
+        of an update is its version.
+    """
+    events = intervals.events(trace)
+    return events.assign(now_ns=nanoseconds(events["begin_s"]))[["worker", "iteration", "activity", "now_ns"]]
+
+
+def nanoseconds(seconds: pd.Series) -> pd.Series:
+    """Return seconds as whole nanoseconds."""
+    return (seconds * NS).round().astype("int64")

@@ -1,0 +1,131 @@
+"""Runs as intervals and events over time: what each worker did, and what happened, for figures and exports.
+
+Computation and waits are as recorded. With servers the trace holds one transfer time per iteration, the sum of reading
+the weights before it and pushing the gradient after it. Both move the model once, so half of the time is set on either
+side of the computation, or less if it does not fit. Without servers the exchange follows the computation: first the
+wait for others, then the transfer. With separated layers workers also wait within the computation.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+import numpy as np
+import pandas as pd
+
+from hpcsync.paradigms.stanza import StanzaOptions
+from hpcsync.trace.reader import Trace
+from hpcsync.trace.schema import ELAPSED
+
+SERVERS = -1  # worker of the rows of `events` that belong to no worker
+
+
+def iterations(trace: Trace) -> pd.DataFrame:
+    """Return the pushes of the workers, or their exchanges in a run without servers."""
+    return trace.frame("pushes" if trace.job.has_servers else "exchanges")
+
+
+def bars_of(trace: Trace, reports: pd.DataFrame) -> pd.DataFrame:
+    """Return the bars of these iterations of a run."""
+    if trace.job.paradigm.separates_layers:
+        return bars_of_halves(reports, first_shares(trace))
+    return bars(reports) if trace.job.has_servers else bars_of_exchanges(reports)
+
+
+def events(trace: Trace) -> pd.DataFrame:
+    """Return columns worker, iteration, activity, begin_s and end_s of updates, switches and events.
+
+    The worker of updates and switches is `SERVERS`; the iteration of an update is its version, other events than stalls
+    have none.
+    """
+    updates, changes = trace.frame("updates"), trace.frame("membership")
+    stalls, decisions = trace.frame("stalls"), trace.frame("decisions")
+    decisions = decisions[decisions["controller"] != ELAPSED]
+    is_switch = decisions["controller"] == "switch"
+    parts = [
+        (changes["worker"], None, changes["change"], changes["now_s"]),
+        (stalls["worker"], stalls["iteration"], "stall", stalls["now_s"]),
+        (
+            decisions["worker"].where(~is_switch, SERVERS),
+            None,
+            is_switch.map({True: "switch", False: "decision"}),
+            decisions["now_s"],
+        ),
+    ]
+    if trace.job.has_servers:
+        parts.insert(0, (SERVERS, updates["version"], "update", updates["now_s"]))
+    names = ("worker", "iteration", "activity", "begin_s")
+    frame = pd.concat([pd.DataFrame(dict(zip(names, part, strict=True))) for part in parts], ignore_index=True)
+    frame = frame.astype({"iteration": "Int64", "worker": int})
+    ended = (frame["activity"] == "left") & (frame["begin_s"] >= iterations(trace)["end_s"].max())
+    kept = frame[~ended]
+    return kept.assign(end_s=kept["begin_s"])
+
+
+def bars(pushes: pd.DataFrame) -> pd.DataFrame:
+    """Return columns worker, iteration, activity, begin_s and end_s of each bar, for a run with servers."""
+    pushes = pushes.sort_values(["worker", "iteration"], ignore_index=True)
+    before = pushes.groupby("worker")[["end_s", "comm_s"]].shift()  # NaN for a worker's first push
+    begin_s, wait_s = pushes["begin_s"], pushes["wait_s"]
+    room_s = (begin_s - before["end_s"] - wait_s).clip(lower=0).fillna(math.inf)
+    put_s, read_s = before["comm_s"].fillna(0) / 2, pushes["comm_s"] / 2
+    fits = np.minimum(1, room_s / (put_s + read_s).where(lambda both_s: both_s > 0, 1))
+    put_s, read_s = put_s * fits, read_s * fits
+    put_begin_s = before["end_s"].fillna(begin_s - read_s - wait_s)
+    wait_begin_s = put_begin_s + put_s
+    last = ~pushes["worker"].duplicated(keep="last")
+    parts = [
+        ("transfer", pushes["iteration"] - 1, put_begin_s, wait_begin_s),
+        ("wait", pushes["iteration"], wait_begin_s, np.minimum(wait_begin_s + wait_s, begin_s - read_s)),
+        ("transfer", pushes["iteration"], begin_s - read_s, begin_s),
+        ("load", pushes["iteration"], begin_s, begin_s + pushes["load_s"]),
+        ("compute", pushes["iteration"], begin_s + pushes["load_s"], pushes["end_s"]),
+        ("transfer", pushes["iteration"], pushes["end_s"], (pushes["end_s"] + pushes["comm_s"] / 2)[last]),
+    ]
+    return in_order(pushes["worker"], parts)
+
+
+def bars_of_exchanges(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the bars of a run without servers."""
+    rows = rows[rows["batch_size"] > 0].sort_values(["worker", "iteration"], ignore_index=True)
+    next_s = rows.groupby("worker")["begin_s"].shift(-1).fillna(math.inf)
+    waited_s = np.minimum(rows["end_s"] + rows["wait_s"], next_s)
+    moved_s = np.minimum(waited_s + rows["comm_s"], next_s)
+    parts = [
+        ("load", rows["iteration"], rows["begin_s"], rows["begin_s"] + rows["load_s"]),
+        ("compute", rows["iteration"], rows["begin_s"] + rows["load_s"], rows["end_s"]),
+        ("wait", rows["iteration"], rows["end_s"], waited_s),
+        ("transfer", rows["iteration"], waited_s, moved_s),
+    ]
+    return in_order(rows["worker"], parts)
+
+
+def first_shares(trace: Trace) -> np.ndarray:
+    """Return the share of each worker's computation before its wait, with separated layers; shape (n_workers,)."""
+    is_fc = np.arange(trace.n_workers) < trace.job.groups.n_fc
+    return np.where(is_fc, 0.0, cast(StanzaOptions, trace.job.paradigm).forward_share)
+
+
+def bars_of_halves(rows: pd.DataFrame, first: np.ndarray) -> pd.DataFrame:
+    """Return the bars of workers that wait within their computation, after a share `first`, shape (n_workers,)."""
+    loaded_s = rows["begin_s"] + rows["load_s"]
+    within_s = rows["end_s"] - loaded_s - rows["compute_s"]
+    others = bars_of_exchanges(rows.assign(wait_s=(rows["wait_s"] - within_s).clip(lower=0)))
+    share = first[rows["worker"]]
+    waits_s = loaded_s + share * rows["compute_s"]
+    continues_s = rows["end_s"] - (1 - share) * rows["compute_s"]
+    parts = [
+        ("compute", rows["iteration"], loaded_s, waits_s),
+        ("wait", rows["iteration"], waits_s, continues_s),
+        ("compute", rows["iteration"], continues_s, rows["end_s"]),
+    ]
+    frame = pd.concat([others[others["activity"] != "compute"], in_order(rows["worker"], parts)])
+    return frame.sort_values(["worker", "begin_s"], ignore_index=True)
+
+
+def in_order(worker: pd.Series, parts: list[tuple[str, pd.Series, pd.Series, pd.Series]]) -> pd.DataFrame:
+    """Return the bars of all parts with a positive duration, ordered by worker and time."""
+    columns = ("activity", "iteration", "begin_s", "end_s")
+    frame = pd.concat([pd.DataFrame({"worker": worker, **dict(zip(columns, part, strict=True))}) for part in parts])
+    return frame[frame["end_s"] > frame["begin_s"]].sort_values(["worker", "begin_s"], ignore_index=True)

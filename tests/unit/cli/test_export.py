@@ -1,0 +1,77 @@
+"""Command export: the files that it writes, and what it refuses in one line."""
+
+from __future__ import annotations
+
+import builtins
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from hpcsync.cli import app
+from tests.unit.export import runs
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return runs.simulated(tmp_path)
+
+
+def hpcsync(*arguments: object) -> Result:
+    return CliRunner().invoke(app.app, [*map(str, arguments)])
+
+
+def refused(*arguments: object) -> str:
+    result = hpcsync("export", *arguments)
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
+    assert len(result.stderr.splitlines()) == 1 and result.stderr.startswith("hpcsync: ")
+    return result.stderr.removeprefix("hpcsync: ")
+
+
+def test_the_suffix_tells_the_format(run: Path) -> None:
+    result = hpcsync("export", run, "-o", "a.csv")
+    assert (result.exit_code, result.stdout) == (0, "written: a.csv\n")
+    assert Path("a.csv").read_text().startswith("Timestamp (ns),Event Type,Name,Process\n")
+    pytest.importorskip("pyarrow")
+    assert hpcsync("export", run / "trace.h5", "-o", "tables", "--format", "parquet").stdout.endswith("11 tables\n")
+    assert hpcsync("export", run, "-o", "tables", "--format", "parquet").exit_code == 0  # replaced
+    assert Path("tables/pushes.parquet").stat().st_size
+
+
+def test_refusals(run: Path) -> None:
+    trace = run / "trace.h5"
+    before = trace.read_bytes()
+    assert refused(run, "-o", trace) == (
+        f"{trace}: must end in .pftrace or .perfetto-trace (Perfetto) or .csv, or --format be one of perfetto, csv, "
+        "parquet\n"
+    )
+    assert refused(run, "-o", trace, "--format", "csv") == f"{trace}: must end in .csv for --format csv\n"
+    assert refused(run, "-o", "a", "--format", "otf2") == "--format otf2: must be one of perfetto, csv, parquet\n"
+    assert "must be a folder" in refused(run, "-o", trace, "--format", "parquet")
+    assert trace.read_bytes() == before
+    assert "takes one RUN; 2 were given" in refused(run, run, "-o", "a.csv")
+    assert refused("absent", "-o", "a.csv").startswith("absent: no such file")
+    assert refused(run, "-o", "absent/a.csv") == "absent/a.csv: No such file or directory\n"
+
+
+@pytest.mark.parametrize(("package", "file"), [("pandas", "a.csv"), ("pyarrow", "a.parquet")])
+def test_a_missing_package_is_one_line_with_the_extra(
+    package: str, file: str, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = builtins.__import__
+
+    def without(name: str, *rest: Any, **more: Any) -> Any:
+        if name.split(".")[0] == package:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=package)
+        return find(name, *rest, **more)
+
+    for name in [name for name in sys.modules if name.startswith("hpcsync.export.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(builtins, "__import__", without)
+    says = f"needs {package}, which is not installed: pip install 'hpcsync[export]'\n"
+    assert refused(run, "-o", file).endswith(says)
+    assert not Path(file).exists()
