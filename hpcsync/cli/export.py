@@ -11,7 +11,7 @@ from hpcsync.config.errors import JobError
 
 SUFFIXES = {"perfetto": (".pftrace", ".perfetto-trace"), "csv": (".csv",), "parquet": (".parquet", "")}
 MODULES = {"perfetto": "perfetto", "csv": "pipit", "parquet": "parquet"}  # in hpcsync.export
-PACKAGES = ("google", "pandas", "perfetto", "pyarrow")  # of the extra `export`; protobuf is google.protobuf
+PACKAGES = ("pandas", "perfetto", "pyarrow")  # of the extra `export`
 
 
 def main(runs: Sequence[Path], out: Path, kind: str | None) -> int:

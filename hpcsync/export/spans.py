@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import numpy as np
 import pandas as pd
 
 from hpcsync.report import intervals
 from hpcsync.report.intervals import SERVERS as SERVERS  # the worker of instants that belong to no worker
 from hpcsync.trace.reader import Trace
+
+Seconds = TypeVar("Seconds", pd.Series, np.ndarray)
 
 NS = 1e9  # of a second
 SHORTEST_NS = 2  # spans are at least this long, so that the last nanosecond of a span is not its first
@@ -49,6 +53,6 @@ def instants(trace: Trace) -> pd.DataFrame:
     return events.assign(now_ns=nanoseconds(events["begin_s"]))[["worker", "iteration", "activity", "now_ns"]]
 
 
-def nanoseconds(seconds: pd.Series) -> pd.Series:
-    """Return seconds as whole nanoseconds."""
+def nanoseconds(seconds: Seconds) -> Seconds:
+    """Return seconds, a Series or an array, as whole nanoseconds."""
     return (seconds * NS).round().astype("int64")

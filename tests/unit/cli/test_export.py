@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ def test_the_suffix_tells_the_format(run: Path) -> None:
     result = hpcsync("export", run, "-o", "a.csv")
     assert (result.exit_code, result.stdout) == (0, "written: a.csv\n")
     assert Path("a.csv").read_text().startswith("Timestamp (ns),Event Type,Name,Process\n")
+    pytest.importorskip("perfetto")
+    assert hpcsync("export", run, "-o", "a.pftrace").stdout == "written: a.pftrace\n"
     pytest.importorskip("pyarrow")
     assert hpcsync("export", run / "trace.h5", "-o", "tables", "--format", "parquet").stdout.endswith("11 tables\n")
     assert hpcsync("export", run, "-o", "tables", "--format", "parquet").exit_code == 0  # replaced
@@ -55,10 +58,14 @@ def test_refusals(run: Path) -> None:
     assert trace.read_bytes() == before
     assert "takes one RUN; 2 were given" in refused(run, run, "-o", "a.csv")
     assert refused("absent", "-o", "a.csv").startswith("absent: no such file")
+    if importlib.util.find_spec("perfetto"):
+        assert refused(run, run, "-o", "a.pftrace").endswith("given twice\n")
     assert refused(run, "-o", "absent/a.csv") == "absent/a.csv: No such file or directory\n"
 
 
-@pytest.mark.parametrize(("package", "file"), [("pandas", "a.csv"), ("pyarrow", "a.parquet")])
+@pytest.mark.parametrize(
+    ("package", "file"), [("pandas", "a.csv"), ("pyarrow", "a.parquet"), ("perfetto", "a.pftrace")]
+)
 def test_a_missing_package_is_one_line_with_the_extra(
     package: str, file: str, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
