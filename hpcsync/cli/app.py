@@ -258,12 +258,21 @@ def explain(
     simulated: Annotated[
         bool, typer.Option("--what-if/--no-what-if", help="Simulate the run with other times.")
     ] = True,
+    paradigms: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--paradigm",
+            metavar="NAME|TABLE",
+            help="Simulate another paradigm with the same times, such as bsp or '{name = \"k-sync\", k = 3}'.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Explain why a run took its time: who waited for whom, and what it would have taken without stragglers."""
     from hpcsync.cli import explain as explanations
 
     with user_errors_in_one_line():
-        sys.exit(explanations.main(run, as_json=as_json, simulated=simulated))
+        sys.exit(explanations.main(run, as_json=as_json, simulated=simulated, paradigms=paradigms or ()))
 
 
 @app.command("export")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +19,7 @@ if TYPE_CHECKING:
     from hpcsync.report.explanation import Explanation, WhatIf
 
 
-def main(path: Path, *, as_json: bool, simulated: bool) -> int:
+def main(path: Path, *, as_json: bool, simulated: bool, paradigms: Sequence[str] = ()) -> int:
     """Explain the run at this path; return the exit status.
 
     Parameters
@@ -27,12 +30,15 @@ def main(path: Path, *, as_json: bool, simulated: bool) -> int:
         Whether all numbers are printed as JSON.
     simulated
         Whether the run is simulated with other times.
+    paradigms
+        Other paradigms to simulate: names, or tables in TOML.
 
     Raises
     ------
     JobError
-        If the trace cannot be read.
+        If the trace cannot be read, or for a paradigm that is none.
     """
+    others = [_paradigm(text) for text in paradigms]
     with garbage.loading():
         from hpcsync.report.explanation import explain, sentences, view
         from hpcsync.trace.reader import TraceError, opened
@@ -45,7 +51,7 @@ def main(path: Path, *, as_json: bool, simulated: bool) -> int:
                 from hpcsync.simulator.what_if import NotReplayed, study
 
                 try:
-                    what_if = study(trace)
+                    what_if = study(trace, others)
                 except NotReplayed as error:
                     reason = f"Not simulated with other times: {error}."
     except TraceError as error:
@@ -56,6 +62,19 @@ def main(path: Path, *, as_json: bool, simulated: bool) -> int:
     else:
         Console(highlight=False).print(view(found, lines, what_if))
     return 0
+
+
+def _paradigm(text: str) -> dict[str, Any]:
+    """Return the table of a paradigm from its name or from TOML."""
+    if re.fullmatch(r"[a-z-]+", text):
+        return {"name": text}
+    try:
+        table = tomllib.loads(f"paradigm = {text}")["paradigm"]
+    except tomllib.TOMLDecodeError:
+        table = None
+    if not isinstance(table, dict):
+        raise JobError(f'--paradigm {text}: must be a name, or a table such as {{name = "k-sync", k = 3}}')
+    return table
 
 
 def _numbers(found: Explanation, what_if: WhatIf | None, lines: list[str]) -> dict[str, Any]:

@@ -41,6 +41,8 @@ class WhatIf(NamedTuple):
         With the median in place of all times of one operation, by operation.
     by_speed_s
         With batches in proportion to speed; None where the run's batches already follow it.
+    others_s
+        Under other paradigms, by name.
     """
 
     samples: int
@@ -50,6 +52,7 @@ class WhatIf(NamedTuple):
     without_worker_s: Mapping[int, float]
     without_operation_s: Mapping[str, float]
     by_speed_s: float | None
+    others_s: Mapping[str, float]
 
     @property
     def slowdown(self) -> float:
@@ -188,6 +191,8 @@ def _on_stragglers(what_if: WhatIf) -> Iterator[str]:
     if what_if.by_speed_s is not None:
         share = what_if.by_speed_s / what_if.replayed_s
         text += f', with batches in proportion to speed (batches.policy = "equal-finish") {share:.2f}'
+    for paradigm, seconds in what_if.others_s.items():
+        text += f", under {paradigm} {seconds / what_if.replayed_s:.2f}"
     yield f"{text}; simulated."
 
 
@@ -234,6 +239,8 @@ def _simulations(found: Explanation, what_if: WhatIf) -> RenderableType:
         add(f"the median in place of {found.name(worker)}", seconds, f"S_w = {what_if.of_worker(worker):.2f}")
     if what_if.by_speed_s is not None:
         add("batches in proportion to speed", what_if.by_speed_s)
+    for paradigm, seconds in what_if.others_s.items():
+        add(paradigm, seconds)
     real = f"The first {what_if.samples:,} samples, which really took {_seconds(what_if.real_s)}:"
     return Group(Text(real), table)
 

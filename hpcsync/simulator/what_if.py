@@ -13,7 +13,7 @@ There S_w and S_t replace the times of all others instead; here, as with S, what
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import cycle
 from typing import Any, NamedTuple
 
@@ -52,13 +52,37 @@ class _Recorded(NamedTuple):
     workers: list[Columns]
 
 
-def study(trace: Trace | TraceFile) -> WhatIf:
-    """Simulate the beginning of a run with its own times, and with some of them replaced.
+def _under(recorded: _Recorded, paradigm: Mapping[str, Any]) -> _Recorded:
+    """Return the same run under another paradigm, whose transfers take the same time in all."""
+    table = tomllib.loads(recorded.job.to_toml())
+    del table["cluster"]["servers"]
+    job = Job.from_table({**table, "paradigm": dict(paradigm)})
+    if not job.has_servers and create_method(job).transport not in LOCKSTEP:
+        raise NotReplayed(f"recorded times cannot be used under {job.paradigm.name}")
+    workers = recorded.workers
+    if job.has_servers and not recorded.job.has_servers:
+        halves = [0.5 * each.comm_s for each in workers]
+        workers = [each._replace(to_begin_s=half, to_server_s=half) for each, half in zip(workers, halves, strict=True)]
+    return recorded._replace(job=job, workers=workers)
+
+
+def study(trace: Trace | TraceFile, paradigms: Sequence[Mapping[str, Any]] = ()) -> WhatIf:
+    """Simulate the beginning of a run with its own times, with some of them replaced, and under other paradigms.
+
+    Parameters
+    ----------
+    trace
+        The run.
+    paradigms
+        Other paradigms, as [paradigm] of a job file has them. They get the recorded times too: with servers instead of
+        all-reduce, reading and pushing take half the time of an all-reduce each, and the other way round.
 
     Raises
     ------
     NotReplayed
         If that is not possible.
+    JobError
+        If a paradigm is none, or does not suit the run.
     """
     recorded = _of_pushes(trace) if trace.job.has_servers else _of_exchanges(trace)
     times = recorded.workers
@@ -77,6 +101,7 @@ def study(trace: Trace | TraceFile) -> WhatIf:
         loads = speeds / speeds.mean()
         scaled = [each._replace(compute_s=each.compute_s * load) for each, load in zip(times, loads, strict=True)]
         by_speed_s = _duration_s(recorded, scaled)
+    others = [_under(recorded, paradigm) for paradigm in paradigms]
     return WhatIf(
         recorded.samples,
         recorded.real_s,
@@ -85,6 +110,7 @@ def study(trace: Trace | TraceFile) -> WhatIf:
         {worker: duration_s([worker], OPERATIONS) for worker in slowest},
         {operation: duration_s(every, [operation]) for operation in OPERATIONS},
         by_speed_s,
+        {other.job.paradigm.label: _duration_s(other, other.workers) for other in others},
     )
 
 
@@ -161,7 +187,7 @@ def _in_virtual_time(job: Job, samples: int, batch_size: int) -> Job:
     try:
         return Job.from_table(table)
     except JobError as error:
-        raise NotReplayed(f"its job cannot be simulated without arithmetic: {error}") from None
+        raise NotReplayed(f"a job without arithmetic cannot be made of it: {error}") from None
 
 
 def _mean_step_s(columns: Columns) -> float:

@@ -98,16 +98,19 @@ def _is_ours(path: Path, since_ns: int) -> bool:
 
 
 def _used() -> set[Path]:
-    """Return the segments that a process has mapped or open."""
+    """Return the segments that a process has mapped or open.
+
+    A process opens a segment, maps it and closes it, so open files are listed first.
+    """
     used = set()
     for folder in PROCESSES.glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            for line in (folder / "maps").read_text().splitlines():
-                if str(MEMORY) in line:
-                    used.add(Path(line.split(maxsplit=5)[5]))
             for handle in (folder / "fd").iterdir():
                 with contextlib.suppress(OSError):
                     used.add(Path(os.readlink(handle)))
+            for line in (folder / "maps").read_text().splitlines():
+                if str(MEMORY) in line:
+                    used.add(Path(line.split(maxsplit=5)[5]))
     return used
 
 

@@ -80,7 +80,7 @@ def check(folder: Path, workers: range) -> None:
 @pytest.mark.parametrize("paradigm", ["bsp", pytest.param("allreduce", marks=pytest.mark.once)])
 def test_a_script_without_a_guard_loads_with_processes(tmp_path: Path, paradigm: str) -> None:
     program = ended(mpiexec(3, write(tmp_path, paradigm=paradigm)), cwd=tmp_path, environ=launcher.environment())
-    assert (program.status, program.complaints) == (0, [])
+    assert (program.status, program.complaints) == (0, []), program.err
     assert program.out.count(NOTICE) == 1 and program.out.count("shard: ") == 1
     check(tmp_path, range(1, 3) if paradigm == "bsp" else range(3))
     for rank in range(1, 3):
@@ -91,7 +91,7 @@ def test_a_script_without_a_guard_loads_with_processes(tmp_path: Path, paradigm:
 def test_a_script_that_has_imported_mpi_loads_with_new_interpreters(tmp_path: Path) -> None:
     script = write(tmp_path, first="if __name__ == '__main__':\n    from mpi4py import MPI", call=GUARDED, more=MORE)
     program = ended(mpiexec(3, script), cwd=tmp_path, environ=launcher.environment())
-    assert (program.status, program.complaints) == (0, [])
+    assert (program.status, program.complaints) == (0, []), program.err
     assert program.out.count('multiprocessing_context = "fork": "spawn" is used') == 1
     check(tmp_path, range(1, 3))
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from hpcsync.config.errors import JobError
 from hpcsync.simulator import what_if
 from hpcsync.simulator.what_if import NotReplayed, study
 from tests.unit.simulator.runs import simulated
@@ -80,3 +81,26 @@ def test_only_the_beginning_is_simulated(tmp_path, monkeypatch):
 def test_what_cannot_be_replayed_is_said(tmp_path, paradigm, why):
     with pytest.raises(NotReplayed, match=why):
         study(simulated(tmp_path, paradigm, [0.1, 0.1, 0.2]))
+
+
+@pytest.mark.parametrize("recorded", ["bsp", "allreduce"])
+@pytest.mark.parametrize("other", [{"name": "k-sync", "k": 2}, {"name": "asp"}, {"name": "local-sgd", "steps": 4}])
+def test_other_paradigms_are_predicted(tmp_path, recorded, other):
+    seconds, stop = [0.1, 0.15, 0.1, 0.3], {"samples": 8_000}
+    found = study(simulated(tmp_path, {"name": recorded}, seconds, jitter=0.1, stop=stop), [other])
+    took = simulated(tmp_path, other, seconds, jitter=0.1, stop=stop)
+    (predicted_s,) = found.others_s.values()
+    assert predicted_s == pytest.approx(float(took.tables["updates"]["now_s"][-1]), rel=0.05)
+
+
+def test_servers_read_and_push_in_the_time_of_an_all_reduce(tmp_path):
+    trace = simulated(tmp_path, {"name": "allreduce"}, [0.1, 0.1], network={"bandwidth_gbit": 0.001})
+    comm_s = float(trace.tables["exchanges"]["comm_s"][0])
+    assert comm_s > 0.01
+    found = study(trace, [{"name": "bsp"}])
+    assert found.others_s["BSP"] == pytest.approx(found.replayed_s)
+
+
+def test_another_paradigm_that_is_none_is_refused(tmp_path):
+    with pytest.raises(JobError, match="paradigm"):
+        study(simulated(tmp_path, {"name": "bsp"}, [0.1, 0.1]), [{"name": "k-sync", "k": 5}])
