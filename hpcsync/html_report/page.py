@@ -103,7 +103,7 @@ def _where(group: Group, label: str) -> str:
 
 def _facts(groups: Sequence[Group], runs: Sequence[RunData]) -> list[tuple[str, str]]:
     workers = sorted({run.summary.n_workers for run in runs})
-    engines = {"simulator": "virtual time", "mpi": "MPI ranks"}
+    engines = {"simulator": "virtual time", "mpi": "MPI ranks", "ddp": "DistributedDataParallel"}
     first = groups[0].result
     facts = [("runs", f"{len(runs):,}"), ("variants", f"{sum(len(group.runs) for group in groups):,}")]
     facts += [("seeds", f"{len({run.job.seed for run in runs}):,}")]

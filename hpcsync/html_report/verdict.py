@@ -112,7 +112,8 @@ def _quality(result: Variants, fastest: Row | None) -> str:
 
 def _arrival(row: Row, result: Variants, runs: Sequence[RunData]) -> str:
     run = runs[0].summary
-    where = "in virtual time" if run.engine == "simulator" else "on MPI ranks"
+    engines = {"simulator": "in virtual time", "ddp": "with DistributedDataParallel"}
+    where = engines.get(run.engine or "", "on MPI ranks")
     crew = f"{plural(run.n_workers, 'worker')}" + (f" and {plural(run.n_servers, 'server')}" if run.n_servers else "")
     who = f"{run.name} ({run.paradigm}, {crew}, {where})"
     if run.status != "finished":

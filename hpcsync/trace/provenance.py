@@ -23,7 +23,7 @@ def provenance(job: Job, *, engine: str, mpi_library: str | None, hosts: list[st
     job
         The resolved job.
     engine
-        ``"mpi"`` or ``"simulator"``.
+        ``"mpi"``, ``"simulator"``, or ``"ddp"`` for a recorded run of DistributedDataParallel.
     mpi_library
         Version of the MPI library; None in a simulation.
     hosts

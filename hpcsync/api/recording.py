@@ -1,0 +1,274 @@
+"""Recording of a loop that trains with DistributedDataParallel and keeps it: a trace of times, for `hpcsync explain`.
+
+Within `record` the first DistributedDataParallel module that is called gets a communication hook, which reduces every
+bucket as DDP does. In the last bucket of a step the hook notes when this process has computed its gradients, and waits
+for the sums. What a process measures are durations: loading, computation, and from its gradients to their sum. The
+process that is ready last only transfers, so the shortest of the latter in a step is the transfer, and what another
+process takes longer is waiting. Clocks need not be synchronised.
+"""
+
+# Without postponed annotations: torch compares those of a communication hook with the classes.
+
+import math
+import re
+import socket
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from hpcsync.config.errors import JobError
+from hpcsync.config.job import Job
+from hpcsync.core.peer_coordinator import PeerCoordinator, ring_bytes
+from hpcsync.paradigms.records import ALL_PEERS, StepInfo
+from hpcsync.run_dir import layout, lock
+from hpcsync.system import launcher
+from hpcsync.trace.provenance import provenance
+from hpcsync.trace.writer import TraceWriter
+
+T = TypeVar("T")
+ENGINE = "ddp"
+
+
+class Step(NamedTuple):
+    """Step of a process: durations in seconds, samples, bytes of its gradients, and learning rate."""
+
+    load_s: float
+    compute_s: float
+    sum_s: float
+    end_s: float
+    samples: int
+    n_bytes: int
+    lr: float = math.nan
+
+
+def record(out: str | Path | None = None, *, name: str | None = None) -> "Recorder":
+    """Record the times of a loop that trains with DistributedDataParallel, as a context manager.
+
+    Parameters
+    ----------
+    out
+        Folder of the trace; runs/NAME-TIME/ by default.
+    name
+        Name of the run; that of the script by default.
+
+    Returns
+    -------
+    Recorder
+        Its method `loading` wraps a data loader, so that loading is told from computation. Rank 0 writes the trace when
+        the block ends, after a collective call of all processes.
+
+    Raises
+    ------
+    JobError
+        If the folder holds a run, or the module has a communication hook already.
+
+    Examples
+    --------
+    >>> with hpcsync.record("runs/ddp") as recorder:
+    ...     for images, labels in recorder.loading(loader):
+    ...         loss = criterion(model(images), labels)
+    ...         loss.backward()
+    ...         optimizer.step()
+    ...         optimizer.zero_grad()
+    """
+    return Recorder(out, name or re.sub(r"[^A-Za-z0-9._+-]+", "-", Path(sys.argv[0]).stem).strip("._+-") or "ddp")
+
+
+class Recorder:
+    """Times of this process; see `record`.
+
+    Parameters
+    ----------
+    out, name
+        As of `record`.
+    """
+
+    def __init__(self, out: str | Path | None, name: str) -> None:
+        self.steps: list[Step] = []
+        self._out, self._name = out, name
+        self._began_s = self._last_s = time.perf_counter()
+        self._load_s = 0.0
+        self._samples = 0
+        self._n_bytes = 0
+        self._futures: list[torch.futures.Future[torch.Tensor]] = []
+        self._module: DistributedDataParallel | None = None
+        self._handles: list[Any] = []
+        self._optimizer = "unknown"
+
+    def __enter__(self) -> Self:
+        self._handles.append(register_module_forward_pre_hook(self._find))
+        self._handles.append(register_optimizer_step_pre_hook(self._note_rate))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+        if kind is not None:
+            print("hpcsync: record: nothing is written, since the loop ended with an error", file=sys.stderr)
+            return
+        if self._module is None:
+            print("hpcsync: record: nothing is written: no DistributedDataParallel module was called", file=sys.stderr)
+            return
+        given: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object((socket.gethostname(), np.array(self.steps)), given)
+        if given is not None:
+            job = _job(self._name, self._optimizer, self.steps[0].lr if self.steps else math.nan, len(given))
+            write(job, [steps for _, steps in given], [host for host, _ in given], self._out)
+
+    def loading(self, loader: Iterable[T]) -> Iterator[T]:
+        """Yield the batches of a loader, and measure how long each takes to come."""
+        batches = iter(loader)
+        while True:
+            begin_s = time.perf_counter()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            self._load_s += time.perf_counter() - begin_s
+            yield batch
+
+    def _find(self, module: torch.nn.Module, args: Any) -> None:
+        """Attach to the first DistributedDataParallel module that is called."""
+        if not isinstance(module, DistributedDataParallel):
+            return
+        self._handles.pop(0).remove()
+        self._module = module
+        try:
+            module.register_comm_hook(None, self._reduce)
+        except RuntimeError as error:
+            raise JobError(f"record: the module must not have a communication hook already: {error}") from None
+        self._last_s = time.perf_counter() - self._load_s
+        self._handles.append(module.register_forward_pre_hook(self._count, with_kwargs=True))
+        self._count(module, args, {})
+
+    def _count(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        """Add the samples of a call: the length of its first tensor."""
+        tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.dim())
+        self._samples += next((len(tensor) for tensor in tensors), 0)
+
+    def _note_rate(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Note the learning rate of the first parameter group, with which the last sum is used."""
+        if self.steps:
+            self._optimizer = type(optimizer).__name__.lower()
+            self.steps[-1] = self.steps[-1]._replace(lr=float(optimizer.param_groups[0]["lr"]))
+
+    def _reduce(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Sum a bucket as DDP does; after the last one the step has ended."""
+        assert self._module is not None
+        gradient = bucket.buffer()
+        self._n_bytes += gradient.numel() * gradient.element_size()
+        ready_s = _now(gradient) if bucket.is_last() else 0.0
+        future = allreduce_hook(self._module.process_group, bucket)
+        self._futures.append(future)
+        if bucket.is_last():
+            for each in self._futures:
+                each.wait()
+            end_s = _now(gradient)
+            between_s = ready_s - self._last_s
+            load_s = min(self._load_s, between_s)
+            times = (load_s, between_s - load_s, end_s - ready_s, end_s - self._began_s)
+            self.steps.append(Step(*times, self._samples, self._n_bytes))
+            self._futures, self._last_s, self._load_s, self._samples, self._n_bytes = [], end_s, 0.0, 0, 0
+        return future
+
+
+def _now(tensor: torch.Tensor) -> float:
+    """Return the time at which the work on the tensor's device is done."""
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
+    return time.perf_counter()
+
+
+def write(job: Job, steps: Sequence[np.ndarray], hosts: Sequence[str], out: str | Path | None) -> Path:
+    """Write the trace of a recorded run; return its folder.
+
+    Parameters
+    ----------
+    job
+        All-reduce with a worker for each process.
+    steps
+        Steps of each worker, shape (n_steps, 7), with the columns of `Step`. Those that not all workers made are left
+        out.
+    hosts
+        Host of each worker.
+    out
+        As of `record`.
+
+    Raises
+    ------
+    JobError
+        If there is no step, or the folder cannot be written.
+    """
+    n_workers, n_steps = len(steps), min(len(each) for each in steps)
+    if not n_steps:
+        raise JobError("record: no step was made")
+    if n_left_out := max(len(each) for each in steps) - n_steps:
+        print(f"hpcsync: record: {n_left_out} steps that not all workers made are left out", file=sys.stderr)
+    of_all = np.array([each[:n_steps] for each in steps])
+    load_s, compute_s, sum_s, end_s, samples, n_bytes, lr = np.moveaxis(
+        of_all, 2, 0
+    )  # each of shape (n_workers, n_steps)
+    comm_s = sum_s.min(axis=0)
+    # All workers begin a step when the sum of the one before has arrived, on worker 0's clock.
+    ready_s = load_s + compute_s
+    took_s = np.maximum(np.diff(end_s[0], prepend=end_s[0, 0] - (ready_s + sum_s)[0, 0]), ready_s.max(axis=0))
+    ended_s = [0.0, *np.cumsum(took_s).tolist()]
+    folder = layout.choose(job, out)
+    layout.create(folder, job)
+    attributes = provenance(job, engine=ENGINE, mpi_library=None, hosts=[*hosts])
+    with TraceWriter(folder / layout.TRACE, attributes) as trace:
+        trace.append("starts", (0, 0.0, 0, attributes["created"], launcher.batch_job()))
+        for worker, host in enumerate(hosts):
+            trace.append("clocks", (0, worker, host, 0.0, 0.0))
+        coordinator = PeerCoordinator(job, trace)
+        for step, worker in np.ndindex(n_steps, n_workers):
+            at = worker, step
+            info = StepInfo(
+                worker=worker,
+                iteration=step + 1,
+                peer=ALL_PEERS,
+                wire_bytes=ring_bytes(int(n_bytes[at]), n_workers),
+                compute_s=compute_s[at],
+                wait_s=sum_s[at] - comm_s[step],
+                comm_s=comm_s[step],
+                batch_size=max(1, int(samples[at])),
+                begin_s=ended_s[step],
+                end_s=ended_s[step] + ready_s[at],
+                n_received=n_workers - 1,
+                load_s=load_s[at],
+                lr=lr[at],
+            )
+            coordinator.exchanged(ended_s[step + 1], info)
+        for worker in range(n_workers):
+            coordinator.left(ended_s[-1], worker)
+    layout.conclude(folder, Console(highlight=False))
+    lock.release(folder)
+    return folder
+
+
+def _job(name: str, optimizer: str, lr: float, n_workers: int) -> Job:
+    return Job.from_table(
+        {
+            "name": name,
+            "workload": {"name": "script"},
+            "optimizer": {"name": optimizer, "lr": lr if lr > 0 else 1.0},
+            "stop": {},
+            "evaluation": {"every_samples": 0},
+            "paradigm": {"name": "allreduce"},
+            "cluster": {"workers": n_workers, "servers": 0},
+        }
+    )

@@ -1,0 +1,85 @@
+"""`hpcsync.record` around a loop that trains with DistributedDataParallel and gloo, as torchrun starts it."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hpcsync.audit.trace_audit import audit
+from hpcsync.report.explanation import explain
+from hpcsync.simulator.what_if import study
+from hpcsync.trace.reader import load
+from tests.runs.processes import ended
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+LOOP = """
+import contextlib, sys, time, torch, torch.distributed as dist
+from torch import nn
+import hpcsync
+torch.set_num_threads(1)
+recorded, folder = sys.argv[1:]
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+model = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=0.01)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+generator = torch.Generator().manual_seed(rank)
+batches = [
+    (torch.randn(8, 64, generator=generator), torch.randint(0, 10, (8,), generator=generator)) for _ in range(40)
+]
+recorder = hpcsync.record(folder + "/run") if recorded == "yes" else contextlib.nullcontext()
+with recorder as recorder:
+    for i, (inputs, targets) in enumerate(recorder.loading(batches) if recorder else batches):
+        begin_s = time.perf_counter()
+        first = i % 2 == 0  # gradients of two batches are accumulated
+        with model.no_sync() if first else contextlib.nullcontext():
+            loss = nn.functional.cross_entropy(model(inputs), targets) / 2
+            time.sleep(max(0.0, (0.04 if rank == 1 else 0.02) - (time.perf_counter() - begin_s)))
+            loss.backward()
+        if not first:
+            optimizer.step()
+            optimizer.zero_grad()
+if rank == 0:
+    torch.save(net.state_dict(), folder + "/weights.pt")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.once
+def test_a_loop_is_recorded_and_trains_as_before(tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text(LOOP)
+    weights = []
+    for recorded in ("no", "yes"):
+        program = ended(
+            [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node",
+                "2",
+                "loop.py",
+                recorded,
+                ".",
+            ],
+            cwd=tmp_path,
+        )
+        assert program.status == 0, program.err
+        weights.append(torch.load(tmp_path / "weights.pt", weights_only=True))
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    trace = load(tmp_path / "run")
+    assert [check.name for check in audit(trace) if not check.passed] == []
+    rows = trace.tables["exchanges"][2:]  # the first step prepares much
+    assert (rows["batch_size"] == 16).all() and (rows["lr"] == 0.05).all()
+    n_bytes = 4 * (64 * 256 + 256 + 256 * 10 + 10)
+    assert (rows["wire_bytes"] == n_bytes).all()  # 2 (n - 1) / n of the gradients, with n = 2
+    compute_s, wait_s = ([np.median(rows[rows["worker"] == w][key]) for w in (0, 1)] for key in ("compute_s", "wait_s"))
+    assert compute_s[1] > compute_s[0] + 0.03
+    assert wait_s[0] > 0.03 > wait_s[1]
+    assert explain(trace).culprits == [1]
+    found = study(trace)
+    assert 0.9 < found.replayed_s / found.real_s < 1.1
+    assert found.slowdown > 1.2
