@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -37,7 +37,6 @@ from hpcsync.system import launcher
 from hpcsync.trace.provenance import provenance
 from hpcsync.trace.writer import TraceWriter
 
-T = TypeVar("T")
 ENGINE = "ddp"
 
 
@@ -129,7 +128,7 @@ class Recorder:
             job = _job(self._name, self._optimizer, self.steps[0].lr if self.steps else math.nan, len(given))
             write(job, [steps for _, steps in given], [host for host, _ in given], self._out)
 
-    def loading(self, loader: Iterable[T]) -> Iterator[T]:
+    def loading(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches of a loader, and measure how long each takes to come."""
         batches = iter(loader)
         while True:
