@@ -2,6 +2,8 @@
 
 With servers a row shows their updates as ticks. Markers show deaths, returns, leaves, reports of stalls and decisions
 of controllers, on the row of the worker that the trace names; a dashed line through all rows is a switch of paradigm.
+Where a wait of at least a hundredth of the window ends, an arrow leads from the worker that waited to the one that it
+waited for.
 
 Computation and waits are drawn as recorded. With servers the trace holds one transfer time per iteration, the sum of
 reading the weights before it and pushing the gradient after it. Both move the model once, so half of the time is drawn
@@ -23,11 +25,13 @@ from matplotlib.lines import Line2D
 from hpcsync.figures import plotting
 from hpcsync.figures.plotting import Drawing
 from hpcsync.report.intervals import SERVERS, bars_of, events
+from hpcsync.report.waiting import each_wait
 from hpcsync.trace.reader import Trace, TraceError
 
 BARS = 20_000  # of a figure, at most
 MARKS = 2_000  # updates, and events, of a trace, at most
 ITERATIONS = 8  # of the slowest worker, in the default window
+WAIT = 0.01  # share of the window from which on a wait has an arrow
 MARKERS = {"died": "X", "joined": "^", "left": "v", "stall": "D", "decision": "o"}
 
 
@@ -59,10 +63,12 @@ def draw(traces: list[Trace], workers: int = 16, from_s: float = 0.0, to_s: floa
     ):
         marks = events(trace)
         marks = marks[marks["worker"].isin(list(place)) & marks["begin_s"].between(from_s, to_s)]
+        waits = waits_of(trace, place, from_s, to_s)
         shown, marks = left_out(trace, reports, place, frame, marks, to_s)
         draw_bars(axis, frame, place)
+        draw_waits(axis, waits, place)
         draw_events(axis, marks, place)
-        drawn |= set(marks["activity"])
+        drawn |= set(marks["activity"]) | ({"wait for"} if len(waits) else set())
         if shown:
             window_s = f"{from_s:.4g} to {min(to_s, float(reports['end_s'].max())):.4g} s"
             notes.append(f"{name}: {window_s}: {shown} drawn; --from, --to and --workers choose the part")
@@ -80,6 +86,8 @@ def draw(traces: list[Trace], workers: int = 16, from_s: float = 0.0, to_s: floa
         if event in drawn
     ]
     handles += [Line2D([], [], color="black", ls="--", lw=0.8, label="switch")] if "switch" in drawn else []
+    if "wait for" in drawn:
+        handles.append(Line2D([], [], marker=7, color="black", lw=0.5, ms=4, label="waited for"))
     plotting.legend_of_activities(figure, data["activity"].unique(), handles)
     columns = ["trace", "worker", "iteration", "activity", "begin_s", "end_s"]
     return [Drawing(figure, data[columns].astype({"iteration": "Int64"}), notes=tuple(notes))]
@@ -115,6 +123,24 @@ def draw_bars(axis: Axes, frame: pd.DataFrame, place: dict[int, int]) -> None:
         left, width = some["begin_s"], some["end_s"] - some["begin_s"]
         seam = 0.3 * (activity == "compute")  # points of white between iterations that follow at once
         axis.barh(some["worker"].map(place), width, 0.8, left=left, color=colour, ec="white", lw=seam, snap=False)
+
+
+def waits_of(trace: Trace, place: dict[int, int], from_s: float, to_s: float) -> pd.DataFrame:
+    """Return columns until_s, worker, cause and seconds of the longer waits between the workers shown that end here."""
+    frame = pd.concat([pd.DataFrame(wait._asdict()) for wait in each_wait(trace)])
+    shown = frame[["worker", "cause"]].isin(list(place)).all(axis=1) & frame["until_s"].between(from_s, to_s)
+    return plotting.thinned(frame[shown & (frame["seconds"] >= WAIT * (to_s - from_s))], MARKS)
+
+
+def draw_waits(axis: Axes, waits: pd.DataFrame, place: dict[int, int]) -> None:
+    """Draw an arrow from each worker that waited to the one that it waited for."""
+    begin, end = (waits[column].map(place).astype(float) for column in ("worker", "cause"))
+    for direction, marker, edge in ((1.0, 7, -0.4), (-1.0, 6, 0.4)):  # carets whose tips lie at the bar's edge
+        some = (end - begin) * direction > 0
+        tip = end[some] + edge
+        axis.vlines(waits["until_s"][some], begin[some], tip, color="black", lw=0.5, zorder=3)
+        if some.any():
+            axis.plot(waits["until_s"][some], tip, ls="", marker=marker, ms=4, color="black", zorder=3)
 
 
 def draw_events(axis: Axes, marks: pd.DataFrame, place: dict[int, int]) -> None:

@@ -7,6 +7,7 @@ exchange, or, in an exchange of all workers, for the one whose computation ended
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ from hpcsync.trace.reader import Trace, TraceFile
 from hpcsync.trace.schema import ELAPSED, Release
 
 NO_WORKER = -1
+_TIMED = -2
 
 
 class Waits(NamedTuple):
@@ -60,25 +62,40 @@ def waits(trace: Trace | TraceFile) -> Waits:
     return _of_grants(trace) if trace.job.has_servers else _of_exchanges(trace)
 
 
+class Wait(NamedTuple):
+    """Waiting times that ended one by one, as arrays of shape (n_waits,): when, whose, for whom, how long."""
+
+    until_s: np.ndarray
+    worker: np.ndarray
+    cause: np.ndarray
+    seconds: np.ndarray
+
+
+def each_wait(trace: Trace | TraceFile) -> Iterator[Wait]:
+    """Yield the waits of workers for other workers, slice by slice; those of length 0 are left out."""
+    served = trace.job.has_servers
+    for rows, cause in _grants_and_causes(trace) if served else _exchanges_and_causes(trace):
+        seconds = rows["held_s" if served else "wait_s"]
+        until_s = rows["now_s"] if served else rows["end_s"] + seconds
+        some = (cause >= 0) & (cause != rows["worker"]) & (seconds > 0)
+        yield Wait(until_s[some], rows["worker"][some], cause[some], seconds[some])
+
+
 def _of_grants(trace: Trace | TraceFile) -> Waits:
     n_workers = trace.n_workers
-    worker_of = _worker_of_event(trace)
     last = np.zeros(n_workers, np.int64)  # last iteration that was pushed
     messages_s = np.zeros(n_workers)
     for rows in trace.slices("pushes"):
         np.maximum.at(last, rows["worker"], rows["iteration"])
         messages_s += np.bincount(rows["worker"], rows["wait_s"], n_workers)
     between, timed_s, ended_s, unknown_s = csr_array((n_workers, n_workers)), *np.zeros((3, n_workers))
-    for rows in trace.slices("grants"):
-        released_by, worker, held_s = rows["released_by"], rows["worker"], rows["held_s"]
+    for rows, cause in _grants_and_causes(trace):
+        worker, held_s = rows["worker"], rows["held_s"]
         pushed = rows["iteration"] <= last[worker]
         messages_s -= np.bincount(worker[pushed], held_s[pushed], n_workers)
-        known = (released_by > 0) & (released_by < len(worker_of))
-        cause = np.where(known, worker_of[np.where(known, released_by, 0)], NO_WORKER)
         others = (cause >= 0) & (cause != worker)
         between += _matrix(worker[others], cause[others], held_s[others], n_workers)
-        timed = known & (cause == _TIMED)
-        ended = released_by == Release.END
+        timed, ended = cause == _TIMED, rows["released_by"] == Release.END
         timed_s += np.bincount(worker[timed], held_s[timed], n_workers)
         ended_s += np.bincount(worker[ended], held_s[ended], n_workers)
         rest = ~others & ~timed & ~ended
@@ -86,7 +103,13 @@ def _of_grants(trace: Trace | TraceFile) -> Waits:
     return Waits(between, timed_s, ended_s, unknown_s, messages_s)
 
 
-_TIMED = -2
+def _grants_and_causes(trace: Trace | TraceFile) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield slices of /grants with the worker of the event that released each, or `_TIMED` or -1."""
+    worker_of = _worker_of_event(trace)
+    for rows in trace.slices("grants"):
+        released_by = rows["released_by"]
+        known = (released_by > 0) & (released_by < len(worker_of))
+        yield rows, np.where(known, worker_of[np.where(known, released_by, 0)], NO_WORKER)
 
 
 def _worker_of_event(trace: Trace | TraceFile) -> np.ndarray:
@@ -104,16 +127,21 @@ def _worker_of_event(trace: Trace | TraceFile) -> np.ndarray:
 
 def _of_exchanges(trace: Trace | TraceFile) -> Waits:
     n_workers = trace.n_workers
-    last = _last_of_iterations(trace)
     between, unknown_s = csr_array((n_workers, n_workers)), np.zeros(n_workers)
-    for rows in trace.slices("exchanges"):
+    for rows, cause in _exchanges_and_causes(trace):
         worker, wait_s = rows["worker"], rows["wait_s"]
-        cause = np.where(rows["peer"] == ALL_PEERS, last[rows["iteration"]], np.maximum(rows["peer"], NO_WORKER))
         others = (cause >= 0) & (cause != worker)
         between += _matrix(worker[others], cause[others], wait_s[others], n_workers)
         unknown_s += np.bincount(worker[~others], wait_s[~others], n_workers)
     timed_s, ended_s, messages_s = np.zeros((3, n_workers))
     return Waits(between, timed_s, ended_s, unknown_s, messages_s)
+
+
+def _exchanges_and_causes(trace: Trace | TraceFile) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield slices of /exchanges with the worker for which each row's worker waited, or -1."""
+    last = _last_of_iterations(trace)
+    for rows in trace.slices("exchanges"):
+        yield rows, np.where(rows["peer"] == ALL_PEERS, last[rows["iteration"]], np.maximum(rows["peer"], NO_WORKER))
 
 
 def _last_of_iterations(trace: Trace | TraceFile) -> np.ndarray:

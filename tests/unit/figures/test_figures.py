@@ -165,6 +165,25 @@ def test_timeline_cuts_at_its_window(tmp_path):
     ]
 
 
+def test_timeline_points_from_a_waiter_to_whom_it_waited_for():
+    trace = counted(*ROUNDS)
+    place = timeline.place_of(trace, 16)
+    waits = timeline.waits_of(trace, place, 0.0, 10.0)
+    assert list(waits[["until_s", "worker", "cause", "seconds"]].itertuples(index=False, name=None)) == [
+        (2.0, 0, 1, 1.0),
+        (4.0, 0, 1, 1.0),
+        (6.0, 0, 1, 1.0),
+    ]
+    assert timeline.waits_of(trace, place, 3.0, 5.0)["until_s"].tolist() == [4.0]
+    assert timeline.waits_of(trace, place, 0.0, 101.0).empty, "less than a hundredth of the window"
+    assert timeline.waits_of(trace, timeline.place_of(trace, 1), 0.0, 10.0).empty, "a worker that is not shown"
+    axis = timeline.plotting.panels(1, height=1.0)[1][0, 0]
+    timeline.draw_waits(axis, waits, place)
+    (arrows,) = axis.lines
+    assert arrows.get_xdata().tolist() == [2.0, 4.0, 6.0]
+    assert set(arrows.get_ydata().tolist()) == {0.6}, "the upper edge of worker 1"
+
+
 def test_timeline_draws_events_in_its_window_on_the_row_of_their_worker(tmp_path):
     trace = record("dssp", (1.0, 1.1, 3.7), updates=80, jitter=0.3)
     changes = [(1000, 5.0, 1, Change.DIED), (1001, 6.0, 1, Change.JOINED), (1002, 99.0, 0, Change.LEFT)]
@@ -187,7 +206,7 @@ def test_timeline_draws_events_in_its_window_on_the_row_of_their_worker(tmp_path
     assert updates["iteration"].tolist() == [*range(1, len(updates) + 1)]
     assert len(updates) == (trace.tables["updates"]["now_s"] <= 20).sum()
     named = [text.get_text() for text in drawing.figure.legends[0].get_texts()]
-    assert named == ["compute", "wait", "transfer", "died", "joined", "stall", "decision"]
+    assert named == ["compute", "wait", "transfer", "died", "joined", "stall", "decision", "waited for"]
     rows = [label.get_text() for label in drawing.figure.axes[0].get_yticklabels()]
     assert rows == ["0", "1", "2", "servers"]
     (one,) = figures.draw("timeline", [trace], workers=1, to_s=20.0)
