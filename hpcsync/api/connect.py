@@ -307,6 +307,7 @@ def join(
     out: str | Path | None,
     before: Resumed | None = None,
     calibrate: Calibrate | None = None,
+    log: str | None = None,
 ) -> RankSession:
     """Return this rank's session of a job. Collective.
 
@@ -320,6 +321,8 @@ def join(
         State to resume from.
     calibrate : callable, optional
         As for `connect`.
+    log : str, optional
+        A key of `hpcsync.run_dir.scalar_log.LOGS`.
 
     Raises
     ------
@@ -373,7 +376,7 @@ def join(
             if isinstance(optimizer, OptimizerSpec) and (job.steps_on_workers or comm.rank < job.cluster.servers):
                 _warm_up(optimizer, device_of(model))
             garbage.freeze()  # before the session exists: sessions are garbage once they have ended
-            given = Given(comm, job, model, placement, checkpoints, optimizer, evaluate, calibrate)
+            given = Given(comm, job, model, placement, checkpoints, optimizer, evaluate, calibrate, log)
             with checkpoints.restoring(Roles(job.cluster.servers, job.cluster.workers).name(comm.rank)):
                 return _session_class(job, comm.rank)(given)
     except (MemoryUnreachable, JobError) as error:

@@ -33,6 +33,15 @@ Overrides = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the job file, e.g. paradigm.staleness_max=20."),
 ]
 Out = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the run; runs/NAME-TIME/ by default.")]
+Log = Annotated[
+    str | None,
+    typer.Option(
+        "--log",
+        metavar="tensorboard|wandb|mlflow",
+        help="Also log loss, accuracy, samples per second and staleness there.",
+        show_default=False,
+    ),
+]
 TracePath = Annotated[
     Path, typer.Argument(metavar="TRACE", help="Trace file, or the folder of a run.", show_default=False)
 ]
@@ -62,6 +71,7 @@ def run(
         ),
     ] = False,
     oversubscribe: Oversubscribe = False,
+    log: Log = None,
     lock: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
     """Train a job on MPI ranks. Under mpirun, mpiexec or srun, this process is one of the ranks."""
@@ -75,11 +85,11 @@ def run(
             with garbage.loading():
                 from hpcsync.cli import rank_main
 
-            sys.exit(rank_main.main(job, overrides or [], ranks, out, resume, lock))
+            sys.exit(rank_main.main(job, overrides or [], ranks, out, resume, lock, log))
         with ending_at_once():
             from hpcsync.cli import run as commands
 
-        sys.exit(commands.run(job, overrides or [], ranks, out, resume, oversubscribe=oversubscribe))
+        sys.exit(commands.run(job, overrides or [], ranks, out, resume, oversubscribe=oversubscribe, log=log))
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
@@ -138,6 +148,7 @@ def simulate(
             show_default=False,
         ),
     ] = None,
+    log: Log = None,
 ) -> None:
     """Train a job in virtual time, on one core.
 
@@ -146,7 +157,7 @@ def simulate(
     with user_errors_in_one_line():
         from hpcsync.cli import run as commands
 
-        sys.exit(commands.simulate(job, overrides or [], out, times_from))
+        sys.exit(commands.simulate(job, overrides or [], out, times_from, log))
 
 
 @app.command(cls=JobCommand)

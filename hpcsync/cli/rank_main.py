@@ -19,7 +19,7 @@ from hpcsync.config.job import Job, Script
 from hpcsync.core.job_validation import check
 from hpcsync.core.session import Session
 from hpcsync.core.stanza_resolution import resolved
-from hpcsync.run_dir import layout, lock
+from hpcsync.run_dir import layout, lock, scalar_log
 from hpcsync.run_dir.checkpoint import Resumed
 from hpcsync.run_dir.progress_line import say
 from hpcsync.system import gpu_selection
@@ -39,6 +39,7 @@ def main(
     out: str | Path | None,
     resume: bool = False,
     lock_token: str = "",
+    log: str | None = None,
 ) -> int:
     """Run this rank of a job; a failure ends all ranks at once.
 
@@ -48,6 +49,8 @@ def main(
         As on the command line.
     lock_token
         Token of the lock that the process which started the ranks holds on `out`.
+    log
+        A key of `hpcsync.run_dir.scalar_log.LOGS`, or None.
 
     Returns
     -------
@@ -75,11 +78,12 @@ def main(
                 if comm.rank == 0:
                     print(f"finished already: {out}")
                 return 0
+            agree(comm, lambda: scalar_log.load(log))
             before = agree(comm, lambda: layout.going_on(out, resume))
             job = agree(comm, lambda: layout.job_of(path, overrides, ranks, before))
             if resume and before is None:
                 agree(comm, lambda: layout.put_aside(out))
-            train(arranged(comm, job.cluster), job, out, before)
+            train(arranged(comm, job.cluster), job, out, before, log)
         _end_apart(comm.rank)
     except JobError as error:
         if comm.rank == 0:
@@ -102,7 +106,9 @@ def _end_apart(rank: int) -> None:
             time.sleep(1.0)
 
 
-def train(comm: MPI.Intracomm, job: Job, out: str | Path | None, before: Resumed | None = None) -> Session:
+def train(
+    comm: MPI.Intracomm, job: Job, out: str | Path | None, before: Resumed | None = None, log: str | None = None
+) -> Session:
     """Train this rank's part of the job, from the beginning or from a checkpoint; return its session. Collective."""
     from hpcsync.mpi.transport.link_speed import measured_link
 
@@ -118,7 +124,7 @@ def train(comm: MPI.Intracomm, job: Job, out: str | Path | None, before: Resumed
     optimizer = OptimizerSpec.of_job(job)
     torch.manual_seed(worker_seed(job.seed, max(0, comm.rank - job.cluster.servers)))
     calibrate = calibration(job, workload)
-    with join(comm, job, workload.model, optimizer, workload.evaluate, out, before, calibrate) as sync:
+    with join(comm, job, workload.model, optimizer, workload.evaluate, out, before, calibrate, log) as sync:
         replica, n_pieces = Replica(sync.flat, sync.loss_here(workload.loss)), job.n_pieces_of(sync.worker or 0)
         for batch in sync.shard(workload.train, job.workload.batch_size, epochs=None):
             sync.step(replica.compute_in_pieces(batch, n_pieces, sync.cancelled))

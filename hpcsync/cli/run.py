@@ -29,6 +29,7 @@ def run(
     resume: bool = False,
     *,
     oversubscribe: bool = False,
+    log: str | None = None,
 ) -> int:
     """Start the ranks of a job and wait until they end; return the exit status.
 
@@ -46,6 +47,8 @@ def run(
         If True, resume from the newest checkpoint in `out`.
     oversubscribe : bool
         If True, allow more ranks than a small multiple of the cores.
+    log : str, optional
+        A key of `hpcsync.run_dir.scalar_log.LOGS`.
 
     Raises
     ------
@@ -53,15 +56,24 @@ def run(
         Before any rank starts.
     """
     with lock.releasing():
-        return _run(path, overrides, ranks, out, resume, oversubscribe=oversubscribe)
+        return _run(path, overrides, ranks, out, resume, oversubscribe=oversubscribe, log=log)
 
 
 def _run(
-    path: Path, overrides: Sequence[str], ranks: int | None, out: Path | None, resume: bool, *, oversubscribe: bool
+    path: Path,
+    overrides: Sequence[str],
+    ranks: int | None,
+    out: Path | None,
+    resume: bool,
+    *,
+    oversubscribe: bool,
+    log: str | None,
 ) -> int:
     with ending_at_once():
         from hpcsync.run_dir import checkpoint as checkpoints
-        from hpcsync.run_dir import layout
+        from hpcsync.run_dir import layout, scalar_log
+
+        scalar_log.check(log)
 
         if layout.finished_already(out, resume):
             print(f"finished already: {out}")
@@ -82,6 +94,7 @@ def _run(
         argv += ["--set", override]
     n_ranks = ranks or job.cluster.ranks
     argv += ["--lock", held.owner.token, "-n", str(n_ranks), "--out", str(folder), *(["--resume"] if resume else [])]
+    argv += [] if log is None else ["--log", log]
     tolerant = job.cluster.on_death == "continue"
     will = Will(_settling(folder), [str(held.path)], [held.handle])
     try:
@@ -137,7 +150,9 @@ def _refuse_without_gpu(device: str, window: str) -> None:
         gpu_selection.choose(device, window, gpu_selection.found())
 
 
-def simulate(path: Path, overrides: Sequence[str], out: Path | None, times_from: Path | None) -> int:
+def simulate(
+    path: Path, overrides: Sequence[str], out: Path | None, times_from: Path | None, log: str | None = None
+) -> int:
     """Run a job in virtual time; return the exit status.
 
     Raises
@@ -151,12 +166,14 @@ def simulate(path: Path, overrides: Sequence[str], out: Path | None, times_from:
         overrides = [*overrides, f"cluster.times_from={json.dumps(str(times_from.absolute()), ensure_ascii=False)}"]
     _print_remarks(path, overrides)
     job = jobs.load(path, overrides)
+    from hpcsync.run_dir import scalar_log
     from hpcsync.run_dir.progress_line import console
     from hpcsync.simulator import simulate as run
     from hpcsync.workloads.registry import import_beside
 
+    scalar_log.load(log)
     import_beside(path)
-    return run.simulate(job, out, console())
+    return run.simulate(job, out, console(), log)
 
 
 def _settling(folder: Path) -> list[str]:

@@ -75,6 +75,8 @@ class Given(NamedTuple):
         Evaluation of the model.
     calibrate : Calibrate or None
         Recomputes the running statistics before an evaluation and at the end; None if they are the workers'.
+    log : str or None
+        Log of rank 0, a key of `hpcsync.run_dir.scalar_log.LOGS`.
     """
 
     comm: MPI.Intracomm
@@ -85,6 +87,7 @@ class Given(NamedTuple):
     optimizer: OptimizerSpec | tuple[torch.optim.Optimizer, ...]
     evaluate: Evaluate | None
     calibrate: Calibrate | None = None
+    log: str | None = None
 
     def parameters(self, module: torch.nn.Module) -> list[torch.nn.Parameter] | None:
         """Return the parameters of a module, or of a copy of the model, that the run trains; None: all trainable ones.

@@ -22,6 +22,7 @@ from hpcsync.core.stanza_resolution import resolved
 from hpcsync.report import trace_pair
 from hpcsync.run_dir import layout, lock
 from hpcsync.run_dir.progress_line import Progress
+from hpcsync.run_dir.scalar_log import ScalarLog
 from hpcsync.simulator import cluster, factory, peer_transfers
 from hpcsync.simulator.server_run import ServerSimulation
 from hpcsync.system.atomic_files import NotWritten
@@ -37,7 +38,7 @@ Watch = Callable[[float, Coordinator | PeerCoordinator], None]
 
 
 @lock.releasing()
-def simulate(job: Job, out: Path | None, console: Console) -> int:
+def simulate(job: Job, out: Path | None, console: Console, log: str | None = None) -> int:
     """Simulate a job into a folder.
 
     A failure of the run is reported on standard error.
@@ -50,6 +51,8 @@ def simulate(job: Job, out: Path | None, console: Console) -> int:
         Output folder; None creates a new one of the job's name.
     console
         Receiver of progress and summary.
+    log
+        A key of `hpcsync.run_dir.scalar_log.LOGS`.
 
     Returns
     -------
@@ -67,7 +70,7 @@ def simulate(job: Job, out: Path | None, console: Console) -> int:
     job = resolved(job, workload)
     begin = prepare(job, workload)
     folder = layout.choose(job, out)
-    status = _simulate(job, workload, begin, folder, console)
+    status = _simulate(job, workload, begin, folder, console, log)
     if status == 0 and job.cluster.times_from is not None:
         console.print()
         comparison = trace_pair.compare(load(job.cluster.times_from), load(folder / layout.TRACE))
@@ -94,13 +97,17 @@ def _simulate(
     begin: Callable[[Recorder, Watch], ServerSimulation | factory.PeerSimulation],
     folder: Path,
     console: Console,
+    log: str | None,
 ) -> int:
     layout.create(folder, job)
     attributes = provenance(job, engine="simulator", mpi_library=None, hosts=["virtual"])
-    path, trace = folder / layout.TRACE, None
+    path, trace, scalars = folder / layout.TRACE, None, None
     progress = Progress(console, job.stop)
     try:
         trace = TraceWriter(path, attributes, decision_fields(job))
+        if log is not None:
+            scalars = ScalarLog(log, folder, job)
+            trace.observer = scalars.add
         for rank in range(job.cluster.ranks):
             trace.append("clocks", (0, rank, "virtual", 0.0, 0.0))
         trace.flush()
@@ -113,6 +120,8 @@ def _simulate(
         layout.save_weights(folder, workload.model)
         trace.close("finished")
         progress.close()
+        if scalars is not None:
+            scalars.close("finished")
         layout.conclude(folder, console)
     except BaseException as error:
         progress.close()
@@ -120,6 +129,8 @@ def _simulate(
         if trace is not None:
             with suppress(OSError, RuntimeError):
                 trace.close(status)
+        if scalars is not None:
+            scalars.close(status)
         if status == "failed" and not isinstance(error, NotWritten):
             traceback.print_exc()
         so_far = "" if trace is None else f"; the trace so far is {path}"

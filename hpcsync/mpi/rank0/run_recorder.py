@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
 from mpi4py import MPI
 
@@ -28,6 +29,7 @@ from hpcsync.mpi.transport.worker_state import WorkerStates
 from hpcsync.paradigms.records import PushInfo, StepInfo
 from hpcsync.run_dir import layout, lock
 from hpcsync.run_dir.progress_line import Progress, console, say
+from hpcsync.run_dir.scalar_log import ScalarLog
 from hpcsync.run_dir.status_file import StatusWriter
 from hpcsync.system import launcher
 from hpcsync.system.atomic_files import NotWritten
@@ -96,11 +98,22 @@ class RunRecorder(Generic[C]):
         hosts = [host for _, host in places]
         folder = given.checkpoints.folder
         self._status = StatusWriter(folder, job, self.coordinator, hosts, lambda: self.watch.seen()[1])
-        self.trace.observer = self._status.tally.add
+        self._log = None if given.log is None else ScalarLog(given.log, folder, job)
+        self.trace.observer = self._observe
         if resumed is not None:
             self.coordinator.restore(resumed["coordinator"])
             if self.evaluator is not None and resumed["evaluated"] is not None:
                 self.evaluator.resume(resumed["evaluated"])
+
+    def _observe(self, table: str, rows: np.ndarray) -> None:
+        self._status.tally.add(table, rows)
+        if self._log is not None:
+            self._log.add(table, rows)
+
+    def _close(self, status: str) -> None:
+        self._status.close(status)
+        if self._log is not None:
+            self._log.close(status)
 
     def saver(
         self, state: Callable[[], Mapping[str, Any]], unheard: Iterable[Any], now_s: float
@@ -182,7 +195,7 @@ class RunRecorder(Generic[C]):
         if not coordinator.stopping and (line := unequal_steps(self._given.job, coordinator.done)):
             print(f"hpcsync: {line}", file=sys.stderr, flush=True)
         self.trace.close("finished")
-        self._status.close("finished")
+        self._close("finished")
         layout.conclude(self._given.checkpoints.folder, self._console)
         lock.release(self._given.checkpoints.folder)
 
@@ -192,7 +205,7 @@ class RunRecorder(Generic[C]):
         status = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
         with contextlib.suppress(OSError, RuntimeError):
             self.trace.close(status)
-        self._status.close(status)
+        self._close(status)
         if isinstance(error, Suspended):
             print(f"hpcsync: interrupted; use --resume to resume from {error}", file=sys.stderr)
         elif isinstance(error, Interrupted | RankFailed | NotWritten | JobError):

@@ -47,18 +47,18 @@ def test_a_plain_run_starts_ranks(calls: list[tuple]) -> None:
     assert (
         run("run", "job.toml", "-n", "5", "--set", "a=1", "--set", "b.c=x y", "--out", "o", "--resume").exit_code == 3
     )
-    assert run("run", "job.toml", "--oversubscribe").exit_code == 3
+    assert run("run", "job.toml", "--oversubscribe", "--log", "wandb").exit_code == 3
     assert calls == [
-        ("run", Path("job.toml"), [], None, None, False, False),
-        ("run", Path("job.toml"), ["a=1", "b.c=x y"], 5, Path("o"), True, False),
-        ("run", Path("job.toml"), [], None, None, False, True),
+        ("run", Path("job.toml"), [], None, None, False, False, None),
+        ("run", Path("job.toml"), ["a=1", "b.c=x y"], 5, Path("o"), True, False, None),
+        ("run", Path("job.toml"), [], None, None, False, True, "wandb"),
     ]
 
 
 def test_a_run_under_a_launcher_is_a_rank(calls: list[tuple], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PMI_SIZE", "3")
-    assert run("run", "job.toml", "--set", "a=1", "-n", "3", "--out", "o").exit_code == 4
-    assert calls == [("rank", Path("job.toml"), ["a=1"], 3, Path("o"), False, "")]
+    assert run("run", "job.toml", "--set", "a=1", "-n", "3", "--out", "o", "--log", "mlflow").exit_code == 4
+    assert calls == [("rank", Path("job.toml"), ["a=1"], 3, Path("o"), False, "", "mlflow")]
 
 
 def test_show(calls: list[tuple]) -> None:

@@ -65,6 +65,21 @@ def test_a_bad_job_is_told_in_one_line_and_nothing_starts(tmp_path: Path, overri
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("command", ["run", "simulate"])
+@pytest.mark.parametrize(
+    ("log", "line"),
+    [
+        ("visdom", "--log visdom: must be one of tensorboard, wandb, mlflow\n"),
+        ("wandb", "--log wandb: needs wandb, which is not installed: pip install 'hpcsync[wandb]'\n"),
+    ],
+)
+def test_a_log_that_is_not_there_is_told_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, log: str, line: str
+) -> None:
+    monkeypatch.setattr("hpcsync.run_dir.scalar_log.find_spec", lambda _: None)
+    is_refused(hpcsync(command, JOB, "--log", log, "--out", tmp_path / "out"), line)
+
+
 def test_a_good_job_starts_ranks(tmp_path: Path) -> None:
     """Negative control."""
     result = hpcsync("run", JOB, "--out", tmp_path / "out")

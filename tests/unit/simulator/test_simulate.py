@@ -16,6 +16,7 @@ from hpcsync.simulator.simulate import simulate
 from hpcsync.trace.reader import load
 from hpcsync.workloads import registry
 from tests.unit.jobs import LINEAR, make_job
+from tests.unit.run_dir.fake_logs import Fake
 from tests.unit.simulator.running import WITHOUT_SERVER, timing_job
 
 
@@ -41,6 +42,17 @@ def test_outputs_are_those_of_a_real_run(tmp_path):
     trace = load(tmp_path / "out" / "trace.h5")
     assert trace.tables["clocks"]["host"].tolist() == [b"virtual"] * 3
     assert "mpi_library" not in trace.attributes
+
+
+def test_a_log_gets_every_evaluation(tmp_path, monkeypatch):
+    fake = Fake()
+    fake.mlflow(monkeypatch)
+    this = job(evaluation={"every_samples": 8})
+    assert simulate(this, tmp_path / "out", Console(file=io.StringIO()), "mlflow") == 0
+    evaluations = load(tmp_path / "out" / "trace.h5").tables["evaluations"]
+    logged = [update for scalars, update, _ in fake.points if "evaluation/loss" in scalars]
+    assert logged == evaluations["version"].tolist() != []
+    assert fake.ended == ["FINISHED"]
 
 
 @pytest.mark.parametrize("paradigm", WITHOUT_SERVER, ids=str)

@@ -1,0 +1,67 @@
+"""Stand-ins for the packages of `hpcsync run --log`."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import threading
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+
+class Fake:
+    """Stand-in for the three packages, which records what it is given."""
+
+    def __init__(self) -> None:
+        self.points: list[tuple[dict[str, float], int, float]] = []
+        self.ended: list[object] = []
+        self.threads: set[str] = set()
+
+    def take(self, scalars: dict[str, float], update: int, now_s: float) -> None:
+        self.threads.add(threading.current_thread().name)
+        self.points.append((scalars, update, now_s))
+
+    def wandb(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def log(values: dict[str, float]) -> None:
+            self.take({k: v for k, v in values.items() if "/" in k}, int(values["update"]), values["time_s"])
+
+        run = SimpleNamespace(
+            log=log, define_metric=lambda *_, **__: None, finish=lambda exit_code: self.ended.append(exit_code)
+        )
+        self._install(monkeypatch, "wandb", init=lambda **_: run)
+
+    def mlflow(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def log(values: dict[str, float], step: int) -> None:
+            self.take({k: v for k, v in values.items() if "/" in k}, step, values["time_s"])
+
+        nothing = lambda *_, **__: None  # noqa: E731
+        functions = {"set_experiment": nothing, "start_run": nothing, "log_text": nothing}
+        self._install(monkeypatch, "mlflow", log_metrics=log, end_run=self.ended.append, **functions)
+
+    def tensorboard(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        fake = self
+
+        class SummaryWriter:
+            def __init__(self, folder: str) -> None:
+                self.first_s: list[float] = []
+
+            def add_text(self, *_: str) -> None:
+                pass
+
+            def add_scalar(self, name: str, value: float, update: int, walltime: float) -> None:
+                self.first_s = self.first_s or [walltime]
+                fake.take({name: value}, update, walltime - self.first_s[0])
+
+            def close(self) -> None:
+                fake.ended.append("closed")
+
+        self._install(monkeypatch, "tensorboard")
+        self._install(monkeypatch, "torch.utils.tensorboard", SummaryWriter=SummaryWriter)
+
+    @staticmethod
+    def _install(monkeypatch: pytest.MonkeyPatch, name: str, **functions: object) -> None:
+        module = ModuleType(name)
+        module.__spec__ = importlib.util.spec_from_loader(name, None)
+        vars(module).update(functions)
+        monkeypatch.setitem(sys.modules, name, module)
