@@ -146,6 +146,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str) -> Non
     (tmp_path / "mpiexec").chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
     monkeypatch.setenv("MPIEXEC", str(tmp_path / "mpiexec"))
+    monkeypatch.chdir(tmp_path)  # the launcher's guard is started with this Python too, and $4 is no path there
 
 
 @pytest.mark.parametrize("ranks", [0, 2])
