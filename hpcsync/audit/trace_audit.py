@@ -18,6 +18,7 @@ from hpcsync.audit.batches import check_sizes
 from hpcsync.audit.bounds import check_bounds
 from hpcsync.audit.check import Check
 from hpcsync.audit.compression import check_payloads
+from hpcsync.audit.description import check_job, check_rows
 from hpcsync.audit.invariants import check_invariants
 from hpcsync.audit.peers import check_exchanges
 from hpcsync.audit.replay import replay
@@ -45,15 +46,21 @@ def audit(trace: Trace | str | Path) -> list[Check]:
     """
     if not isinstance(trace, Trace):
         trace = reader.load(trace)
+    described = check_job(trace)
+    if not described.passed:
+        return [described]  # the other checks would be those of another job
+    whole = [described, *check_rows(trace)]
+    if trace.altered:
+        return whole  # anything may be in the rows
     if not trace.job.has_servers:
-        return [*check_exchanges(trace), *check_stalls(trace)]
+        return [*whole, *check_exchanges(trace), *check_stalls(trace)]
     invariants = check_invariants(trace)
     if not invariants[0].passed:
-        return invariants
+        return [*whole, *invariants]
     recount = Recount(trace)
     replayed = replay(recount, create_paradigm(trace.job), create_assignments(trace.job))
     bounds = [*check_bounds(recount), *check_sizes(recount), *check_payloads(recount)]
-    return [*replayed, *invariants, *bounds, *check_stalls(trace)]
+    return [*whole, *replayed, *invariants, *bounds, *check_stalls(trace)]
 
 
 def render(checks: list[Check]) -> RenderableType:

@@ -46,6 +46,7 @@ def main(path: Path, *, as_json: bool, simulated: bool, paradigms: Sequence[str]
     what_if, reason = None, ""
     try:
         with opened(path) as trace:
+            trace.verify()
             found = explain(trace)
             if simulated:
                 from hpcsync.simulator.what_if import NotReplayed, study

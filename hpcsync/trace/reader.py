@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -14,7 +14,20 @@ from typing import TYPE_CHECKING, Any
 import h5py
 import numpy as np
 
-from hpcsync.trace.schema import ENUMS, FORMAT, FORMAT_VERSION, READABLE_VERSIONS, STATUSES, TABLES, complete
+from hpcsync.trace.schema import (
+    ADDED,
+    ATTRIBUTES,
+    CHECKSUM,
+    ENUMS,
+    FORMAT,
+    FORMAT_VERSION,
+    OPTIONAL,
+    READABLE_VERSIONS,
+    STATUSES,
+    TABLES,
+    checksum,
+    complete,
+)
 
 if TYPE_CHECKING:
     import pandas
@@ -22,6 +35,7 @@ if TYPE_CHECKING:
     from hpcsync.config.job import Job
 
 SLICE_ROWS = 100_000  # 14 MB of the widest table
+MOST_RANKS = 10_000_000  # in a trace that can be read
 DYING_S = 5.0  # time in which a rank that has been killed still holds its trace
 
 
@@ -88,9 +102,12 @@ class Trace(_Described):
         Structured arrays of shape (n_rows,) by table name, with the columns of `hpcsync.trace.schema`. The tables of
         an unfinished run end at the same flush. Pushes are sorted by `seq`, all other tables are in the order of
         the file.
+    altered
+        Tables whose rows are not those that were written, by their checksums; none in a trace of format version 7.
     """
 
     tables: dict[str, np.ndarray]
+    altered: tuple[str, ...] = ()
 
     def slices(self, table: str) -> Iterator[np.ndarray]:
         """Yield all rows of a table in one slice, as `TraceFile.slices` yields them in several."""
@@ -146,7 +163,26 @@ class TraceFile(_Described):
     def slices(self, table: str) -> Iterator[np.ndarray]:
         """Yield the rows of a table slice by slice; one empty slice for a table without rows."""
         for begin in range(0, max(self.n_rows[table], 1), self.slice_rows):
-            yield self.read(table, begin, begin + self.slice_rows)
+            rows = self.read(table, begin, begin + self.slice_rows)
+            if len(rows) and "worker" in (rows.dtype.names or ()):
+                with _reporting_damage(self.path):
+                    _check_workers(table, rows["worker"], self.n_workers)
+            yield rows
+
+    def checksum(self, table: str) -> int | None:
+        """Return the CRC-32 of the rows of a table when they were written; None in a trace of format version 7."""
+        flushed = self.file.attrs["flushed_rows"]
+        name = f"{table}{CHECKSUM}"
+        return int(flushed[name]) if name in flushed.dtype.names else None
+
+    def verify(self) -> None:
+        """Read all rows, and raise TraceError if they are not those that were written."""
+        for table in TABLES:
+            found = 0
+            for begin in range(0, max(self.n_rows[table], 1), self.slice_rows):
+                found = checksum(self.read(table, begin, begin + self.slice_rows), found)
+            if self.checksum(table) not in (None, found):
+                raise TraceError(f"{self.path}: a damaged trace: the rows of /{table} are not those that were written")
 
     def read(self, table: str, begin: int = 0, end: int | None = None) -> np.ndarray:
         """Return the rows [begin, end) of a table; `end` None is its last row."""
@@ -180,14 +216,52 @@ def opened(path: str | Path, slice_rows: int = SLICE_ROWS) -> Iterator[TraceFile
     """
     path = trace_path(path)
     with _open(path, "r") as file:
-        attributes = {name: _plain(value) for name, value in file.attrs.items() if name != "flushed_rows"}
         with _reporting_damage(path):
-            flushed = file.attrs["flushed_rows"]
-            n_rows = {table: int(flushed[table]) for table in TABLES}
-        for name in ("status", "n_workers", "paradigm", "job"):
-            if name not in attributes:
-                raise TraceError(f"{path}: a damaged trace: the attribute {name} is missing")
+            attributes = {name: _plain(value) for name, value in file.attrs.items() if name != "flushed_rows"}
+            _check_attributes(attributes)
+            n_rows = {table: _n_rows(file, table, attributes["format_version"]) for table in TABLES}
         yield TraceFile(path, attributes, file, n_rows, slice_rows)
+
+
+def _check_attributes(attributes: Mapping[str, Any]) -> None:
+    """Raise ValueError if an attribute is missing or has another type or value than those that are written."""
+    for name, kind in ATTRIBUTES.items():
+        if name not in attributes:
+            if name in OPTIONAL:
+                continue
+            raise ValueError(f"the attribute {name} is missing")
+        if type(attributes[name]) is not kind:
+            raise ValueError(f"the attribute {name} must be {kind.__name__}, it is {type(attributes[name]).__name__}")
+    if attributes["status"] not in STATUSES:
+        raise ValueError(f"the attribute status must be one of {', '.join(STATUSES)}")
+    for name, least in (("n_workers", 1), ("n_servers", 0)):
+        if not least <= attributes[name] <= MOST_RANKS:
+            raise ValueError(f"the attribute {name} must be {least} to {MOST_RANKS:,}")
+
+
+def _check_workers(table: str, worker: np.ndarray, n_workers: int) -> None:
+    if worker.min() < -1 or worker.max() >= n_workers:
+        raise ValueError(f"/{table} names a worker that is none of {n_workers}")
+
+
+def _n_rows(file: h5py.File, table: str, version: int) -> int:
+    """Return the rows of a table that belong together. Raises ValueError if it has not the columns of its schema."""
+    dataset, flushed = file.get(table), file.attrs["flushed_rows"]
+    if not isinstance(dataset, h5py.Dataset) or dataset.ndim != 1 or dataset.dtype.names is None:
+        raise ValueError(f"/{table} must be a table")
+    found = [(name, dataset.dtype[name].str) for name in dataset.dtype.names]
+    wanted = [(name, TABLES[table][name].str) for name in TABLES[table].names or ()]
+    if version < FORMAT_VERSION and table == "grants":
+        wanted = [column for column in wanted if column[0] in dataset.dtype.names or column[0] not in ADDED]
+    if table == "decisions":  # further columns are the inputs of the controllers
+        wanted = wanted + [(name, "<f8") for name, _ in found[len(wanted) :]]
+    if found != wanted:
+        raise ValueError(f"/{table} must have the columns {', '.join(f'{name} ({kind})' for name, kind in wanted)}")
+    if table not in (getattr(flushed, "dtype", np.dtype(int)).names or ()):
+        raise ValueError(f"the attribute flushed_rows must have the rows of {table}")
+    if not 0 <= (n_rows := int(flushed[table])) <= len(dataset):
+        raise ValueError(f"flushed_rows must be 0 to {len(dataset)} for {table}, it is {n_rows}")
+    return n_rows
 
 
 def load(path: str | Path) -> Trace:
@@ -219,8 +293,10 @@ def load(path: str | Path) -> Trace:
     """
     with opened(path) as file:
         tables = {table: file.read(table) for table in TABLES}
+        written = {table: file.checksum(table) for table in TABLES}
+    altered = tuple(table for table in TABLES if written[table] not in (None, checksum(tables[table])))
     tables["pushes"] = tables["pushes"][np.argsort(tables["pushes"]["seq"], kind="stable")]
-    return Trace(file.path, file.attributes, tables)
+    return Trace(file.path, file.attributes, tables, altered)
 
 
 def settle(path: str | Path, status: str) -> bool:
@@ -283,9 +359,10 @@ def _open(path: Path, mode: str) -> h5py.File:
         file = h5py.File(path, mode, locking="best-effort")
     except OSError as error:
         raise TraceError(f"{path}: cannot be opened: {_first_line(error)}") from None
-    if file.attrs.get("format") != FORMAT:
+    kind, version = (_attribute(file, name) for name in ("format", "format_version"))
+    if kind != FORMAT:
         problem = f"not a trace (an HDF5 file whose format is not {FORMAT})"
-    elif (version := file.attrs.get("format_version")) not in READABLE_VERSIONS:
+    elif version not in READABLE_VERSIONS:
         problem = f"a trace of format version {version}; this hpcsync reads {' and '.join(map(str, READABLE_VERSIONS))}"
     else:
         return file
@@ -293,12 +370,20 @@ def _open(path: Path, mode: str) -> h5py.File:
     raise TraceError(f"{path}: {problem}")
 
 
+def _attribute(file: h5py.File, name: str) -> Any:
+    """Return an attribute's value as one of Python's types; None if it is missing or cannot be read."""
+    try:
+        return _plain(file.attrs.get(name))
+    except (OSError, RuntimeError, ValueError, TypeError, KeyError):
+        return None
+
+
 @contextmanager
 def _reporting_damage(path: Path) -> Iterator[None]:
     """Turn errors of reading into a TraceError of one line."""
     try:
         yield
-    except (KeyError, ValueError, OSError) as error:
+    except (KeyError, IndexError, ValueError, TypeError, OSError, RuntimeError) as error:
         raise TraceError(f"{path}: a damaged trace: {_first_line(error)}") from None
 
 

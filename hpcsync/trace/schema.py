@@ -17,6 +17,7 @@ decisions and membership changes, from 1, so that their order is total.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Mapping
 from enum import IntEnum
 from typing import NamedTuple
@@ -27,7 +28,20 @@ from hpcsync.paradigms.records import Column, Grant, Problem, PushInfo, StepInfo
 
 FORMAT = "hpcsync-trace"
 FORMAT_VERSION = 8
-READABLE_VERSIONS = (7, 8)  # in 7 grants lack `released_by`
+READABLE_VERSIONS = (7, 8)
+ADDED = ("released_by",)  # columns that format version 7 lacks
+ATTRIBUTES: dict[str, type] = {  # root attributes on which readers rely
+    "format_version": int,
+    "status": str,
+    "paradigm": str,
+    "job": str,
+    "n_servers": int,
+    "n_workers": int,
+    "tracing_overhead_s": float,
+    "engine": str,
+    "seed": int,
+}
+OPTIONAL = ("engine", "seed")  # of these attributes
 
 
 class Outcome(IntEnum):
@@ -69,6 +83,8 @@ ENUMS: dict[str, type[IntEnum]] = {  # by column
     "phase": Phase,
     "problem": Problem,
 }
+
+CHECKSUM = ".crc32"  # suffix of a table's name in the attribute `flushed_rows`
 
 STATUSES = ("running", "finished", "failed", "interrupted")
 
@@ -257,6 +273,11 @@ SCHEMA: dict[str, TableSchema] = {
 }
 
 TABLES: dict[str, np.dtype] = {name: table.dtype for name, table in SCHEMA.items()}
+
+
+def checksum(rows: np.ndarray, before: int = 0) -> int:
+    """Return the CRC-32 of rows, continued from that of the rows before them."""
+    return zlib.crc32(np.ascontiguousarray(rows).view(np.uint8).data, before)
 
 
 def complete(rows: np.ndarray, dtype: np.dtype) -> np.ndarray:

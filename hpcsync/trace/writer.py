@@ -8,7 +8,9 @@ structured array. It also raises on a wrong type where the wrong row is appended
 The file must survive a run that is killed at any moment. HDF5's default file format does: flushed data can be read,
 while the newer formats (libver="latest") leave a file that does not open. A kill during a flush can still leave some
 tables longer than others. Therefore the tables are flushed first, and then the root attribute `flushed_rows` records
-how many rows of each table belong together; readers ignore later rows.
+how many rows of each table belong together; readers ignore later rows. It also holds a checksum of these rows of each
+table (CRC-32), with which `hpcsync audit` finds rows that have changed since. A checksum of HDF5 in every chunk would
+make a chunk unreadable that a kill has left half written.
 """
 
 from __future__ import annotations
@@ -31,12 +33,14 @@ import numpy as np
 from hpcsync.paradigms.records import layout
 from hpcsync.system.atomic_files import aside, naming
 from hpcsync.trace.schema import (
+    CHECKSUM,
     ENUMS,
     FORMAT,
     FORMAT_VERSION,
     SCHEMA,
     STATUSES,
     TableSchema,
+    checksum,
     complete,
     decisions_table,
     hdf5_attributes,
@@ -119,6 +123,7 @@ class TraceWriter:
         self._flush_s = 0.0
         self._flushed_at_s = 0.0
         self._n_rows = dict.fromkeys(tables, 0)
+        self._checksums = dict.fromkeys(tables, 0)  # of the rows in the file
         self._datasets: dict[str, h5py.Dataset] = {}  # held open: h5py only prints errors of closing a handle
         self.path = Path(path)
         self._abandoned = self._unsettled = False
@@ -147,7 +152,9 @@ class TraceWriter:
                 dataset.resize((n_rows[table],))
                 for begin in range(0, n_rows[table], COPIED_ROWS):
                     end = min(begin + COPIED_ROWS, n_rows[table])
-                    dataset[begin:end] = complete(before[table][begin:end], SCHEMA[table].dtype)
+                    rows = complete(before[table][begin:end], SCHEMA[table].dtype)
+                    dataset[begin:end] = rows
+                    self._checksums[table] = checksum(rows, self._checksums[table])
                 self._n_rows[table] = n_rows[table]
             self._flush_s = before.attrs["tracing_overhead_s"]
             self._file.attrs["created"] = before.attrs["created"]
@@ -308,6 +315,7 @@ class TraceWriter:
                 dataset = self._datasets[table]
                 dataset.resize((end,))
                 dataset[begin:end] = ring.rows[: ring.used]
+                self._checksums[table] = checksum(ring.rows[: ring.used], self._checksums[table])
                 if self.observer is not None:
                     self.observer(table, ring.rows[: ring.used])
                 self._n_rows[table] = end
@@ -343,9 +351,10 @@ class TraceWriter:
         self._file.attrs.modify("tracing_overhead_s", self.tracing_overhead_s)
 
     def _flushed_rows(self) -> np.ndarray:
-        counts = np.zeros((), [(table, "<i8") for table in self._n_rows])
+        fields = [(table, "<i8") for table in self._n_rows] + [(f"{table}{CHECKSUM}", "<u4") for table in self._n_rows]
+        counts = np.zeros((), fields)
         for table, n_rows in self._n_rows.items():
-            counts[table] = n_rows
+            counts[table], counts[f"{table}{CHECKSUM}"] = n_rows, self._checksums[table]
         return counts
 
 

@@ -142,9 +142,11 @@ def test_a_trace_in_memory_is_one_slice(path):
 
 
 def test_damage_of_a_slice_is_reported_in_one_line(path):
-    _without_a_table(path)
-    with reader.opened(path) as trace, pytest.raises(TraceError, match="trace.h5: a damaged trace: .*grants"):
-        list(trace.slices("grants"))
+    with reader.opened(path) as trace:
+        trace.n_rows["grants"] = 3
+        trace.file.close()
+        with pytest.raises(TraceError, match="trace.h5: a damaged trace: "):
+            list(trace.slices("grants"))
 
 
 def _no_file(path):

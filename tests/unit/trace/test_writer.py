@@ -18,7 +18,15 @@ from hpcsync.trace import reader, writer
 from hpcsync.trace.schema import TABLES
 from hpcsync.trace.writer import FLUSH_INTERVAL_S, TraceWriter
 
-ATTRIBUTES = {"paradigm": "asp", "n_workers": 2, "job": "", "seed": 3, "hosts": ["a", "b"], "git_commit": None}
+ATTRIBUTES = {
+    "paradigm": "asp",
+    "n_servers": 1,
+    "n_workers": 2,
+    "job": "",
+    "seed": 3,
+    "hosts": ["a", "b"],
+    "git_commit": None,
+}
 PUSH = (
     1,
     0.5,
@@ -93,6 +101,7 @@ def test_attributes(path):
             "status": "running",
             "tracing_overhead_s": 0.0,
             "paradigm": "asp",
+            "n_servers": 1,
             "n_workers": 2,
             "job": "",
             "seed": 3,

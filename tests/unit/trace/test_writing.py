@@ -22,7 +22,7 @@ from tests.stateful import SEARCH, STATEFUL, assert_caught
 
 RING_ROWS = 4  # so few that appends flush
 FILES = settings(STATEFUL, max_examples=20, stateful_step_count=20)
-ATTRIBUTES = {"job": "", "n_workers": 2, "paradigm": "asp", "hosts": "a", "created": "now"}
+ATTRIBUTES = {"job": "", "n_servers": 1, "n_workers": 2, "paradigm": "asp", "hosts": "a", "created": "now"}
 NAMES = ["decisions", "pushes", "updates"]  # the others would only take time
 
 

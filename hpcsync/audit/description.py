@@ -1,0 +1,30 @@
+"""Checks of the file as a whole: it describes the job that it holds, and its rows are those that were written."""
+
+from __future__ import annotations
+
+from hpcsync.audit.check import Check
+from hpcsync.trace.reader import Trace
+
+
+def check_job(trace: Trace) -> Check:
+    """Check that the attributes that repeat the job agree with it."""
+    job = trace.job
+    expected = {
+        "paradigm": job.paradigm.name,
+        "n_workers": job.cluster.workers,
+        "n_servers": job.cluster.servers,
+        "seed": job.seed,
+    }
+    given = {name: trace.attributes[name] for name in expected if name in trace.attributes}
+    others = [(name, value) for name, value in given.items() if value != expected[name]]
+    wrong = [f"{name} is {value!r}, in the job {expected[name]!r}" for name, value in others]
+    return Check("attributes agree with the job", not wrong, len(given), "; ".join(wrong))
+
+
+def check_rows(trace: Trace) -> list[Check]:
+    """Check the rows of all tables by their checksums; no check for a trace of a format without them."""
+    if trace.attributes["format_version"] < 8:
+        return []
+    n_rows = sum(map(len, trace.tables.values()))
+    detail = f"/{', /'.join(trace.altered)}: changed since" if trace.altered else ""
+    return [Check("rows are those that were written", not trace.altered, n_rows, detail)]
