@@ -23,7 +23,14 @@ from tests.unit.jobs import make_job
 from tests.unit.run_states import run_state
 
 KILLS = 40
-ATTRIBUTES = {"job": "", "paradigm": "bsp", "n_workers": 2, "hosts": "n1", "created": "2026-01-02T03:04:05+00:00"}
+ATTRIBUTES = {
+    "job": "",
+    "paradigm": "bsp",
+    "n_servers": 1,
+    "n_workers": 2,
+    "hosts": "n1",
+    "created": "2026-01-02T03:04:05+00:00",
+}
 
 
 def written(folder: Path, *numbers: int, keep: int = 2) -> Checkpoints:
