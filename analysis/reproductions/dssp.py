@@ -301,7 +301,14 @@ def draw_times(results: pd.DataFrame, folder: Path) -> None:
     for axis, setting in zip(axes[0], SHOWN, strict=True):
         for height, (arm, look) in zip((0.22, 0.0, -0.22), TIMES.items(), strict=True):
             runs = select(frame, setting, arm, rows)
-            axis.plot(runs["target_s"], runs["paradigm"].map(rows.index) + height, linestyle="", ms=4, mew=0.7, **look)
+            axis.plot(
+                runs["target_s"],
+                runs["paradigm"].map(rows.index).astype(float) + height,
+                linestyle="",
+                ms=4,
+                mew=0.7,
+                **look,
+            )
         axis.set(title=SHOWN[setting], xlim=(0, None))
         axis.set_yticks(range(len(rows)), [name.replace("paper", "as printed") for name in rows])
         axis.tick_params(axis="y", length=0)

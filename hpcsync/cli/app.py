@@ -161,12 +161,18 @@ def simulate(
 
 
 @app.command(cls=JobCommand)
-def show(job: JobPath, overrides: Overrides = None) -> None:
+def show(
+    job: JobPath,
+    overrides: Overrides = None,
+    load: Annotated[
+        bool, typer.Option("--load", help="Import a workload function of your own, for its sizes.", show_default=False)
+    ] = False,
+) -> None:
     """Show what a job resolves to: roles, sizes, bytes per iteration. Nothing is trained."""
     from hpcsync.cli import run as commands
 
     with user_errors_in_one_line():
-        commands.show(job, overrides or [])
+        commands.show(job, overrides or [], load=load)
 
 
 @app.command()

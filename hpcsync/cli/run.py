@@ -126,9 +126,11 @@ def _check(path: Path, job: Job, overrides: Sequence[str]) -> None:
     _print_remarks(path, overrides)
     with garbage.loading():
         from hpcsync.core.job_validation import check
-        from hpcsync.workloads.registry import import_beside
+        from hpcsync.workloads.registry import import_beside, user_code
 
     import_beside(path)
+    if (code := user_code(job)) is not None:
+        print(f"importing the workload from {code}", flush=True)
     check(job)
     _refuse_without_gpu(job.cluster.device, job.cluster.window)
 
@@ -169,10 +171,12 @@ def simulate(
     from hpcsync.run_dir import scalar_log
     from hpcsync.run_dir.progress_line import console
     from hpcsync.simulator import simulate as run
-    from hpcsync.workloads.registry import import_beside
+    from hpcsync.workloads.registry import import_beside, user_code
 
     scalar_log.load(log)
     import_beside(path)
+    if (code := user_code(job)) is not None:
+        print(f"importing the workload from {code}", flush=True)
     return run.simulate(job, out, console(), log)
 
 
@@ -196,12 +200,22 @@ def _settle(folder: Path, status: str) -> None:
         print(f"hpcsync: {error}", file=sys.stderr)
 
 
-def show(path: Path, overrides: Sequence[str]) -> None:
-    """Print what a job resolves to. Raises JobError if it is not valid."""
+def show(path: Path, overrides: Sequence[str], *, load: bool) -> None:
+    """Print what a job resolves to; a workload function of the user is imported if `load`.
+
+    Raises
+    ------
+    JobError
+        If the job is not valid.
+    """
     _print_remarks(path, overrides)
     job = jobs.load(path, overrides)
     from hpcsync.cli.show import print_job
-    from hpcsync.workloads.registry import import_beside
+    from hpcsync.workloads.registry import import_beside, user_code
 
     import_beside(path)
+    if (code := user_code(job)) is not None and not load:
+        print(job.to_toml(), end="")
+        print(f"hpcsync: the workload is code in {code}: --load imports it and shows what the job resolves to")
+        return
     print_job(job)

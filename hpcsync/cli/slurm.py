@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from hpcsync.cli import grid
 from hpcsync.config import job as jobs
-from hpcsync.config.errors import JobError
+from hpcsync.config.errors import JobError, printable
 from hpcsync.system import launcher
 
 WARNING_S = 120  # SIGTERM is sent this long before the time limit of a preemptible job; Slurm may be a minute early
@@ -85,6 +85,9 @@ def script(path: Path, overrides: Sequence[str], asked: BatchRequest, command: s
     JobError
         If the job or an option is not allowed.
     """
+    for text in (str(path), *overrides, *asked.array, command):
+        if printable(text) != text:
+            raise JobError(f"slurm: {text}: must not have control characters, such as line ends, in a batch script")
     kinds = _kinds(asked)
     ranks = sum(kind["nodes"] * kind["ntasks_per_node"] for kind in kinds)
     tasks = grid.combinations("--array", asked.array)

@@ -237,8 +237,8 @@ class Cluster(Table):
         Changes during the run.
     """
 
-    servers: Annotated[int, Field(ge=0)] = 1  # unless the job's paradigm has none
-    workers: Count = 3
+    servers: Annotated[int, Field(ge=0, le=1_000_000)] = 1  # unless the job's paradigm has none
+    workers: Annotated[int, Field(ge=1, le=1_000_000)] = 3
     device: Literal["auto", "cpu", "cuda"] = "auto"
     window: Literal["auto", "host", "mpi", "ipc", "staged"] = "auto"
     placement: Literal["packed", "spread"] = "packed"

@@ -13,8 +13,16 @@ if TYPE_CHECKING:
     from pydantic import ValidationError
 
 
+def printable(text: str) -> str:
+    """Return the text with escape sequences in place of characters that a terminal would obey, such as line ends."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 class JobError(Exception):
     """Error of the user; the message is one line. It is not a ValueError, so pydantic does not wrap it."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
 
 
 # Words of pydantic, and their replacements.

@@ -30,6 +30,9 @@ from hpcsync.config.workloads import WORKLOADS, Cifar, Script, WorkloadOptions
 from hpcsync.paradigms import OPTIONS, ParadigmOptions
 from hpcsync.planning.layer_groups import Groups
 
+MOST_CHARACTERS = 1_000_000  # of a job file
+MOST_LEVELS = 16  # of tables and lists within each other
+
 # ---- stopping rule and evaluation ----
 
 
@@ -353,6 +356,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), ranks: int | None = No
     text = _read(path)
     table = _parse(text, str(path))
     override(table, overrides)
+    _check_values(table, "--set")
     if ranks is not None:
         _set_workers(table, ranks)
     job = Job.from_table(table)
@@ -374,10 +378,34 @@ def refuse_simulated(job: Job) -> None:
 
 
 def _parse(text: str, source: str) -> dict[str, Any]:
+    if len(text) > MOST_CHARACTERS:
+        raise JobError(f"{source}: must have at most {MOST_CHARACTERS:,} characters, it has {len(text):,}")
     try:
-        return tomllib.loads(text)
+        table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise JobError(f"{source}: must be TOML: {str(error).splitlines()[0]}") from None
+    except RecursionError:
+        raise JobError(f"{source}: must be nested at most {MOST_LEVELS} levels deep") from None
+    except ValueError:  # Python reads no number of more than 4,300 digits
+        raise JobError(f"{source}: must have whole numbers of at most 64 bits") from None
+    _check_values(table, source)
+    return table
+
+
+def _check_values(table: dict[str, Any], source: str) -> None:
+    """Raise JobError for values that are nested too deep and for whole numbers of more than 64 bits."""
+    values: list[tuple[tuple[str, ...], Any]] = [((), table)]
+    while values:
+        path, value = values.pop()
+        if len(path) > MOST_LEVELS:
+            raise JobError(f"{source}: {'.'.join(path[:2])}...: must be nested at most {MOST_LEVELS} levels deep")
+        if isinstance(value, dict):
+            values += [((*path, key), inner) for key, inner in value.items()]
+        elif isinstance(value, list):
+            values += [((*path, "[]"), inner) for inner in value]
+        elif type(value) is int and not -(2**63) <= value < 2**63:
+            key = ".".join(path).replace(".[]", "[]")
+            raise JobError(f"{key} = {shown(value)}: must be a whole number of at most 64 bits")
 
 
 def _read(path: Path) -> str:
@@ -404,10 +432,14 @@ class _Override(NamedTuple):
         parts = tuple(part.strip() for part in key.split("."))
         if not equals or not all(parts):
             raise JobError(f"--set {text}: must be KEY=VALUE, such as paradigm.staleness_max=20")
+        if len(parts) > MOST_LEVELS:
+            raise JobError(f"--set {shown(text)}: must be nested at most {MOST_LEVELS} levels deep")
         try:
             parsed = tomllib.loads(f"value = {value}")
-        except tomllib.TOMLDecodeError:
+        except (tomllib.TOMLDecodeError, RecursionError):
             parsed = {}
+        except ValueError:
+            raise JobError(f"--set {shown(text)}: must have whole numbers of at most 64 bits") from None
         found = parsed["value"] if parsed.keys() == {"value"} else value.strip()
         if parts in _KEYS_OF_KIND and isinstance(found, str):
             parts = (*parts, _KEYS_OF_KIND[parts])

@@ -8,10 +8,14 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
 
-from hpcsync.config.base import Count, NotNegative, Table, matching
+from hpcsync.config.base import NotNegative, Table, matching
 from hpcsync.config.errors import JobError
 from hpcsync.planning.split_cost import Shape
 
+BatchSize = Annotated[int, Field(ge=1, le=2**31 - 1)]  # range of the trace
+Samples = Annotated[int, Field(ge=1, le=10**8)]
+Size = Annotated[int, Field(ge=1, le=10**6)]
+Width = Annotated[int, Field(ge=1, le=1024)]
 Dropout = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -19,7 +23,7 @@ class Digits(Table):
     """Handwritten digits (8 x 8 pixels) and a small convolutional network."""
 
     name: Literal["digits"]
-    batch_size: Count = 32
+    batch_size: BatchSize = 32
 
 
 class Images(Table):
@@ -36,11 +40,11 @@ class Images(Table):
     """
 
     name: Literal["images"]
-    batch_size: Count = 32
-    samples: Count = 2000
+    batch_size: BatchSize = 32
+    samples: Samples = 2000
     size: Annotated[int, Field(ge=8, le=256, multiple_of=8)] = 16
-    width: Count = 8
-    hidden: Count = 256
+    width: Width = 8
+    hidden: Size = 256
     dropout: Dropout = 0.0
 
 
@@ -56,10 +60,10 @@ class Cifar(Table):
     """
 
     name: Literal["cifar10", "cifar100"]
-    batch_size: Count = 64
+    batch_size: BatchSize = 64
     folder: str = "data"
-    width: Count = 16
-    hidden: Count = 512
+    width: Width = 16
+    hidden: Size = 512
     dropout: Dropout = 0.0
 
     def found(self, folder: Path) -> Cifar:
@@ -71,9 +75,9 @@ class Linear(Table):
     """Least squares in float64 with a known optimum."""
 
     name: Literal["linear"]
-    batch_size: Count = 32
-    features: Count = 10
-    samples: Count = 1000
+    batch_size: BatchSize = 32
+    features: Size = 10
+    samples: Samples = 1000
     noise: NotNegative = 0.1
 
 
@@ -91,11 +95,11 @@ class Text(Table):
     """
 
     name: Literal["text"]
-    batch_size: Count = 16
+    batch_size: BatchSize = 16
     context: Annotated[int, Field(ge=1, le=4096)] = 64
-    layers: Count = 2
-    width: Count = 96
-    heads: Count = 4
+    layers: Annotated[int, Field(ge=1, le=256)] = 2
+    width: Annotated[int, Field(ge=1, le=4096)] = 96
+    heads: Annotated[int, Field(ge=1, le=4096)] = 4
 
     @model_validator(mode="after")
     def _heads_are_alike(self) -> Self:
@@ -118,10 +122,10 @@ class Timing(Table):
     """
 
     name: Literal["timing"]
-    batch_size: Count = 32
-    parameters: Count = 1000
+    batch_size: BatchSize = 32
+    parameters: Annotated[int, Field(ge=1, le=10**11)] = 1000
     classifier: Annotated[int, Field(ge=0)] = 0
-    activations: Annotated[int, Field(ge=0)] = 0
+    activations: Annotated[int, Field(ge=0, le=10**11)] = 0
 
     @field_validator("classifier")
     @classmethod
@@ -148,7 +152,7 @@ class Function(Table):
     """
 
     name: Annotated[str, matching(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", '"package.module:function"')]
-    batch_size: Count = 32
+    batch_size: BatchSize = 32
     options: dict[str, Any] = {}
 
 

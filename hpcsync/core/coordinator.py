@@ -179,7 +179,6 @@ class Coordinator(Stateful):
         self._stop = stop
         self._seq = 0
         self._now_s = 0.0
-        self._event: tuple[int, int] = (0, -1)  # event being answered: its `seq`, and its worker if that awaits a grant
         self._assignments = assignments or Assignments()
         self._allocator = self._assignments.allocator
         # Fill a row of /decisions in the columns of the other controller.
@@ -202,8 +201,8 @@ class Coordinator(Stateful):
         """Process a push: the worker's contribution is in its slot."""
         self._now_s = now_s
         push_info = PushInfo(now_s, *push_info[1:])
-        self._event = (self._next_seq(), push_info.worker)
-        self._pending[push_info.worker] = (self._seq, push_info)
+        seq = self._next_seq()
+        self._pending[push_info.worker] = (seq, push_info)
         self._blocked[push_info.worker] = now_s
         self._computing.discard(push_info.worker)
         self.stalls.ended(push_info.worker, now_s)
@@ -214,7 +213,7 @@ class Coordinator(Stateful):
             if self._allocator is not None:
                 estimate = Estimate(push_info.predicted_fixed_s, push_info.predicted_sample_s)
                 self._record_sizes(now_s, self._allocator.pushed(push_info.worker, estimate))
-            return self._decide(push_info)
+            return self._decide(push_info, seq)
         self._drop(push_info.worker)
         return [self._grant(now_s, self._next_grant(now_s, push_info.worker), Release.OWN)]
 
@@ -224,15 +223,15 @@ class Coordinator(Stateful):
         self._blocked.pop(worker, None)
         self._computing.discard(worker)
         self.stalls.left(worker)
-        self._event = (self._next_seq(), -1)
-        self._trace.append("membership", (self._seq, now_s, worker, change))
+        seq = self._next_seq()
+        self._trace.append("membership", (seq, now_s, worker, change))
         self._progress.leave(worker)
         self._left_since.add(worker)
         if self.stopping:
             return []
         if self._allocator is not None:
             self._record_sizes(now_s, self._allocator.left(worker))
-        return self._decide(Left(now_s, worker))
+        return self._decide(Left(now_s, worker), seq)
 
     def joined(self, now_s: float, worker: int) -> list[Command]:
         """Process the join of a worker that had left; without effect once the run is over or no worker is active."""
@@ -240,12 +239,12 @@ class Coordinator(Stateful):
             return []
         self._now_s = now_s
         self._blocked[worker] = now_s
-        self._event = (self._next_seq(), worker)
-        self._trace.append("membership", (self._seq, now_s, worker, Change.JOINED))
+        seq = self._next_seq()
+        self._trace.append("membership", (seq, now_s, worker, Change.JOINED))
         self._progress.join(worker)
         if self._allocator is not None:
             self._record_sizes(now_s, self._allocator.joined(worker))
-        return self._decide(Joined(now_s, worker))
+        return self._decide(Joined(now_s, worker), seq)
 
     def evaluated(
         self, now_s: float, version: int, samples: int, loss: float, accuracy: float, distance: float = math.nan
@@ -276,8 +275,7 @@ class Coordinator(Stateful):
         if due is None or due.now_s > now_s:
             return []
         self._record_decision(now_s, ELAPSED, due.worker, due.now_s, self._paradigm_nan + self._allocator_nan)
-        self._event = (self._seq, -1)
-        return self._decide(Elapsed(now_s, due.worker))
+        return self._decide(Elapsed(now_s, due.worker), self._seq)
 
     @property
     def due(self) -> Elapsed | None:
@@ -328,8 +326,10 @@ class Coordinator(Stateful):
         if self._allocator is not None:
             self._allocator.check()
 
-    def _decide(self, event: Event) -> list[Command]:
+    def _decide(self, event: Event, seq: int) -> list[Command]:
+        """Return the commands that answer an event; `seq` is that of its row."""
         commands: list[Command] = []
+        awaits = event.worker if isinstance(event, PushInfo | Joined) else -1
         for action in self._paradigm.handle(event):
             match action:
                 case Apply(workers, weights):
@@ -341,8 +341,7 @@ class Coordinator(Stateful):
                 case Cancel(worker):
                     commands.append(CancelCommand(worker, self.version - 1))
                 case Grant() as grant:
-                    seq, worker = self._event
-                    released_by = Release.OWN if grant.worker == worker else seq
+                    released_by = Release.OWN if grant.worker == awaits else seq
                     commands.append(self._grant(event.now_s, grant, released_by))
                 case Decision(controller, worker, chosen, inputs):
                     self._record_decision(event.now_s, controller, worker, chosen, inputs + self._allocator_nan)

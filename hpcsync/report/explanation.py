@@ -11,6 +11,7 @@ from rich.console import Group, JustifyMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from hpcsync.config.errors import printable
 from hpcsync.report.waiting import Waits, waits
 from hpcsync.trace.reader import Trace, TraceFile
 
@@ -144,7 +145,7 @@ def hosts_of(trace: Trace | TraceFile) -> tuple[str, ...]:
     for rows in trace.slices("clocks"):
         for row in rows:
             if 0 <= (worker := int(row["rank"]) - n_servers) < trace.n_workers:
-                hosts[worker] = row["host"].decode(errors="replace")
+                hosts[worker] = printable(row["host"].decode(errors="replace"))
     return tuple(hosts)
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import h5py
 import numpy as np
 
+from hpcsync.config.errors import printable
 from hpcsync.trace.schema import (
     ADDED,
     ATTRIBUTES,
@@ -41,6 +42,9 @@ DYING_S = 5.0  # time in which a rank that has been killed still holds its trace
 
 class TraceError(Exception):
     """A file is no trace, or none that this version can read. The message is one line that names the file."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ import inspect
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,8 +58,14 @@ class Workload:
 
 
 def build(job: Job) -> Workload:
-    """Return the job's workload. The same job gives the same initial weights and data, bit for bit."""
-    with torch.random.fork_rng(devices=[]):
+    """Return the job's workload. The same job gives the same initial weights and data, bit for bit.
+
+    Raises
+    ------
+    JobError
+        If the workload is none, or too large for the memory of this machine.
+    """
+    with torch.random.fork_rng(devices=[]), _within_memory(job):
         torch.manual_seed(job.seed)
         match job.workload:
             case Digits():
@@ -79,10 +86,37 @@ def build(job: Job) -> Workload:
                 raise JobError('workload.name = "script": must be another workload; start the training script itself')
 
 
+@contextmanager
+def _within_memory(job: Job) -> Iterator[None]:
+    """Turn the errors of tensors that are too large into a JobError, except in a function of the user."""
+    try:
+        yield
+    except (MemoryError, RuntimeError, ValueError) as error:
+        if isinstance(job.workload, Function):
+            raise
+        reason = str(error).partition("\n")[0]
+        raise JobError(f"workload: must fit into the memory of this machine: {reason}") from None
+
+
 def import_beside(path: str | Path) -> None:
-    """Make workload functions importable from the folder of the job file and from the working directory."""
+    """Make workload functions importable from the folder of the job file and from the working directory.
+
+    These come last, so that a file there cannot take the place of an installed package.
+    """
     folders = [str(Path(path).parent.resolve()), os.getcwd()]
-    sys.path[:0] = [folder for folder in folders if folder not in sys.path]
+    sys.path += [folder for folder in folders if folder not in sys.path]
+
+
+def user_code(job: Job) -> str | None:
+    """Return the module of the user's workload function, and the file that would be imported; None without one."""
+    if not isinstance(job.workload, Function):
+        return None
+    module = job.workload.name.partition(":")[0]
+    try:
+        found = importlib.util.find_spec(module.partition(".")[0])  # of a module within it would import the package
+    except (ImportError, ValueError):
+        found = None
+    return f"module {module}" + (f" ({found.origin})" if found is not None and found.origin else "")
 
 
 def _from_user(settings: Function) -> Workload:

@@ -63,12 +63,13 @@ def test_a_run_under_a_launcher_is_a_rank(calls: list[tuple], monkeypatch: pytes
 
 def test_show(calls: list[tuple]) -> None:
     assert run("show", "job.toml", "--set", "a=1").exit_code == 0
-    assert calls == [("show", Path("job.toml"), ["a=1"])]
+    assert run("show", "job.toml", "--load").exit_code == 0
+    assert calls == [("show", Path("job.toml"), ["a=1"], False), ("show", Path("job.toml"), [], True)]
 
 
 @pytest.mark.parametrize("mistake", [JobError("seed = -1: must be at least 0"), LaunchError("mpiexec: not found")])
 def test_user_errors_are_one_line_and_status_2(mistake: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **options: object) -> None:
         raise mistake
 
     monkeypatch.setattr(commands, "show", fail)
@@ -97,7 +98,7 @@ def test_an_unknown_option_that_is_a_key_of_the_job_is_pointed_at_it(arguments: 
 
 
 def test_other_errors_are_not_the_user_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands, "show", lambda *_: 1 / 0)
+    monkeypatch.setattr(commands, "show", lambda *_, **options: 1 / 0)
     result = run("show", "job.toml")
     assert (result.exit_code, type(result.exception)) == (1, ZeroDivisionError)
 

@@ -302,7 +302,7 @@ def test_a_workload_may_be_beside_the_job_file(path: Path, ranks: Ranks) -> None
 
 def test_keys_dropped_by_an_override_are_reported(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path.write_text(TOML.replace('"asp"', '"ssp"\nparadigm.staleness = 2'))
-    run.show(path, ["paradigm=bsp"])
+    run.show(path, ["paradigm=bsp"], load=False)
     assert capsys.readouterr().err == "hpcsync: paradigm.name changed from ssp to bsp: staleness dropped\n"
-    run.show(path, [])
+    run.show(path, [], load=False)
     assert capsys.readouterr().err == ""

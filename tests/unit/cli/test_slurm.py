@@ -200,3 +200,12 @@ def test_a_template_is_the_output_of_its_command(
 
 def test_list_of_templates() -> None:
     assert {path.stem for path in TEMPLATES} == {"array", "cpu", "gpu", "hetjob", "preemptible"}
+
+
+@pytest.mark.parametrize("text", ["a\ntouch x\n.toml", "a\x1b[2J.toml", "a\r.toml"])
+def test_control_characters_are_refused(text: str) -> None:
+    asked = BatchRequest([1], [4], [1])
+    for path, overrides, command in ((text, [], "x"), ("job.toml", [f"name={text}"], "x"), ("job.toml", [], text)):
+        with pytest.raises(JobError, match="must not have control characters") as caught:
+            script(Path(path), overrides, asked, command)
+        assert len(str(caught.value).splitlines()) == 1

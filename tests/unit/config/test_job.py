@@ -329,7 +329,7 @@ MISTAKES = {
     "name=": f'name = "": {A_NAME}',
     "name=../x": f'name = "../x": {A_NAME}',
     "seed=-1": "seed = -1: must be at least 0",
-    "seed=9223372036854775808": "seed = 9223372036854775808: must be at most 9223372036854775807",
+    "seed=9223372036854775808": "seed = 9223372036854775808: must be a whole number of at most 64 bits",
     "workload.batch_size=0": "workload.batch_size = 0: must be at least 1",
     "optimizer.lr=0": "optimizer.lr = 0: must be greater than 0",
     "optimizer.lr=nan": "optimizer.lr = NaN: must be a finite number",

@@ -50,7 +50,7 @@ def through(dtype, fields):
 def test_a_grant_survives_its_messages_and_its_row():
     command = messages.CommandRecord(messages.CommandKind.GRANTED, GRANT, 0.5, 0.25, 3.0, 0.9, 1, 2, 5)
     assert messages.CommandRecord.of(through(messages.COMMAND, command.fields())) == command
-    row = np.array([(1, 2.0, *GRANT)], TABLES["grants"])[0]
+    row = np.array([(1, 2.0, *GRANT, -1)], TABLES["grants"])[0]
     assert Grant(*(row[name] for name in Grant._fields)) == GRANT
 
 

@@ -1,0 +1,106 @@
+"""Job files that try to exhaust the reader: each is refused in one line, at once."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from hpcsync.config.errors import JobError
+from hpcsync.config.job import MOST_CHARACTERS, load
+
+JOB = """
+name = "small"
+seed = 1
+workload = {name = "timing", batch_size = 8, parameters = 100}
+optimizer = {name = "sgd", lr = 0.1}
+stop = {updates = 10}
+paradigm = {name = "bsp"}
+cluster = {workers = 3}
+"""
+
+
+def refused(tmp_path: Path, text: str, *overrides: str) -> str:
+    path = tmp_path / "job.toml"
+    path.write_text(text)
+    with pytest.raises(JobError) as caught:
+        load(path, overrides)
+    assert len(str(caught.value).splitlines()) == 1
+    assert len(str(caught.value)) < 400
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (f"{JOB}x = {'[' * 5000}{']' * 5000}", "at most 16 levels deep"),
+        (f"{JOB}x = {'{a=' * 3000}1{'}' * 3000}", "at most 16 levels deep"),
+        (f"{JOB}{'.'.join('a' * 5000)} = 1", "a.a...: must be nested at most 16 levels deep"),
+        (JOB.replace("seed = 1", f"seed = {'9' * 5000}"), "at most 64 bits"),
+        (JOB.replace("seed = 1", f"seed = {'9' * 400}"), "seed = 9999"),
+        (JOB.replace("lr = 0.1", f"lr = 1{'0' * 400}"), "optimizer.lr = 1000"),
+        (
+            JOB.replace("workers = 3", f"workers = {2**63 - 1}"),
+            "cluster.workers = 9223372036854775807: must be at most",
+        ),
+        (JOB.replace("workers = 3", "workers = 3, servers = 2000000"), "cluster.servers = 2000000: must be at most"),
+        (JOB.replace("parameters = 100", f"parameters = {2**62}"), "workload.parameters"),
+        (JOB.replace("batch_size = 8", f"batch_size = {2**31}"), "workload.batch_size = 2147483648: must be at most"),
+        (f"{JOB}# {'x' * MOST_CHARACTERS}", "at most 1,000,000 characters"),
+        (f'{JOB}"\\u001b[31mred" = 1', "\\x1b[31mred = 1: unknown key"),
+    ],
+    ids=range(12),
+)
+def test_a_hostile_file(tmp_path: Path, text: str, says: str) -> None:
+    assert says in refused(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        (f"{'.'.join('a' * 5000)}=1", "at most 16 levels deep"),
+        (f"seed={'9' * 5000}", "at most 64 bits"),
+        (f"stop.updates={'9' * 30}", "stop.updates = 9999"),
+        (f"stop.updates={'[' * 5000}", "stop.updates"),
+    ],
+    ids=range(4),
+)
+def test_a_hostile_override(tmp_path: Path, override: str, says: str) -> None:
+    assert says in refused(tmp_path, JOB, override)
+
+
+def test_mutated_files_are_jobs_or_refused_in_one_line(tmp_path: Path) -> None:
+    rng, path = random.Random(1), tmp_path / "job.toml"
+    sources = [file.read_text() for file in sorted(Path("jobs").glob("*.toml"))]
+    parts = [
+        "",
+        "[",
+        "]",
+        "{",
+        "}",
+        '"',
+        "=",
+        ".",
+        "\n",
+        "-",
+        "1e400",
+        "nan",
+        "9" * 40,
+        "[[",
+        "true",
+        "\x1b",
+        "é",
+        "= []",
+    ]
+    n_refused = 0
+    for _ in range(1500):
+        text = rng.choice(sources)
+        for _ in range(rng.choice([1, 1, 2, 5])):
+            at = rng.randrange(len(text))
+            text = text[:at] + rng.choice(parts) + text[at + rng.choice([0, 1, 2, 10]) :]
+        path.write_text(text)
+        try:
+            load(path)
+        except JobError as error:
+            n_refused += 1
+            assert len(str(error).splitlines()) == 1
+    assert 500 < n_refused < 1500
