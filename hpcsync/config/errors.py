@@ -70,7 +70,7 @@ def in_one_line(error: ValidationError, table: dict[str, Any], kinds: dict[str, 
         must = first["msg"]
         for word, replacement in _WORDS.items():
             must = must.replace(word, replacement)
-    key = ".".join(path)
+    key = ".".join(map(_short, path))
     return f"{key}: missing; {must}" if value is None else f"{key} = {shown(value)}: {must}"
 
 
@@ -106,5 +106,8 @@ def shown(value: Any) -> str:
     """Return a value as in a job file, of at most 80 characters."""
     if isinstance(value, float) and math.isinf(value):
         return "inf" if value > 0 else "-inf"
-    text = json.dumps(value, default=str, ensure_ascii=False)
+    return _short(json.dumps(value, default=str, ensure_ascii=False))
+
+
+def _short(text: str) -> str:
     return text if len(text) <= 80 else text[:77] + "..."

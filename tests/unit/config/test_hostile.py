@@ -47,8 +47,9 @@ def refused(tmp_path: Path, text: str, *overrides: str) -> str:
         (JOB.replace("batch_size = 8", f"batch_size = {2**31}"), "workload.batch_size = 2147483648: must be at most"),
         (f"{JOB}# {'x' * MOST_CHARACTERS}", "at most 1,000,000 characters"),
         (f'{JOB}"\\u001b[31mred" = 1', "\\x1b[31mred = 1: unknown key"),
+        (f"{JOB}{'k' * 5000} = 1", "kkk... = 1: unknown key"),
     ],
-    ids=range(12),
+    ids=range(13),
 )
 def test_a_hostile_file(tmp_path: Path, text: str, says: str) -> None:
     assert says in refused(tmp_path, text)
