@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 MARK = "HPCSYNC_LAUNCH"  # environment variable of every process of a launch
 GRACE_S = 2.0  # time for the launcher, to which the kernel sends SIGTERM, to end in order
+TICK_NS = 10_000_000  # times of files are those of the latest tick of the kernel, 1 to 10 ms ago
 PROCESSES = Path("/proc")  # Linux only: elsewhere no process is found
 MEMORY = Path("/dev/shm")
 
@@ -93,7 +94,7 @@ def remove_segments(since_ns: int) -> None:
 def _is_ours(path: Path, since_ns: int) -> bool:
     with contextlib.suppress(OSError):
         found = path.stat()
-        return found.st_uid == os.getuid() and found.st_ctime_ns >= since_ns
+        return found.st_uid == os.getuid() and found.st_ctime_ns >= since_ns - TICK_NS
     return False
 
 

@@ -48,8 +48,12 @@ def refused(tmp_path: Path, text: str, *overrides: str) -> str:
         (f"{JOB}# {'x' * MOST_CHARACTERS}", "at most 1,000,000 characters"),
         (f'{JOB}"\\u001b[31mred" = 1', "\\x1b[31mred = 1: unknown key"),
         (f"{JOB}{'k' * 5000} = 1", "kkk... = 1: unknown key"),
+        (
+            JOB.replace('{name = "bsp"}', '{name = "sync-switch", share = 0.1, then = {nam = "asp"}}'),
+            "paradigm.then.name: missing; must be the name of one",
+        ),
     ],
-    ids=range(13),
+    ids=range(14),
 )
 def test_a_hostile_file(tmp_path: Path, text: str, says: str) -> None:
     assert says in refused(tmp_path, text)
