@@ -1,5 +1,12 @@
 """`python -m hpcsync`, which is also what every rank of a run is started as."""
 
+import os
+import sys
+
+if sys.path and sys.path[0] in ("", os.getcwd()):
+    # `python -m` puts the current folder first: a file there must not take the place of an installed package.
+    sys.path.append(sys.path.pop(0))
+
 from hpcsync.system.signals import ending_at_once
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from hpcsync.config.errors import printable
 from hpcsync.config.job import Job
 from hpcsync.paradigms.papers import ICLR, ICML, Reference, arxiv, meeting, neurips
 
@@ -184,7 +185,8 @@ def software(attributes: Mapping[str, Any]) -> Reference:
     parts = [f"{name} {found}" for key, name in _VERSIONS.items() if (found := attributes.get(key))]
     if library := str(attributes.get("mpi_library") or ""):
         parts.append(library.partition(",")[0])
-    fields = {"howpublished": "Computer software", "note": version + (f"; with {', '.join(parts)}" if parts else "")}
+    note = printable(version + (f"; with {', '.join(parts)}" if parts else ""))
+    fields = {"howpublished": "Computer software", "note": note}
     return Reference("hpcsync", "misc", ("{The hpcsync developers}",), title, None, fields)
 
 

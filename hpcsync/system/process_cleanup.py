@@ -86,9 +86,11 @@ def remove_segments(since_ns: int) -> None:
     A segment of a living process is mapped by it, or open while the process makes it.
     """
     left = {path for path in MEMORY.glob("*") if SEGMENT.match(path.name) and _is_ours(path, since_ns)}
-    for path in left - _used() if left else ():
+    used = _used() if left else set()
+    for path in left:
         with contextlib.suppress(OSError):
-            path.unlink()
+            if path.stat().st_ino not in used:
+                path.unlink()
 
 
 def _is_ours(path: Path, since_ns: int) -> bool:
@@ -98,20 +100,25 @@ def _is_ours(path: Path, since_ns: int) -> bool:
     return False
 
 
-def _used() -> set[Path]:
-    """Return the segments that a process has mapped or open.
+def _used() -> set[int]:
+    """Return the inodes of files in shared memory that a process has mapped or open.
 
-    A process opens a segment, maps it and closes it, so open files are listed first.
+    A process opens a segment, maps it and closes it, so open files are listed first. Names would not do: a semaphore
+    is mapped under a temporary one.
     """
-    used = set()
+    device, used = MEMORY.stat().st_dev, set()
+    numbers = f"{os.major(device):02x}:{os.minor(device):02x}"
     for folder in PROCESSES.glob("[0-9]*"):
         with contextlib.suppress(OSError):
             for handle in (folder / "fd").iterdir():
                 with contextlib.suppress(OSError):
-                    used.add(Path(os.readlink(handle)))
+                    found = handle.stat()
+                    if found.st_dev == device:
+                        used.add(found.st_ino)
             for line in (folder / "maps").read_text().splitlines():
-                if str(MEMORY) in line:
-                    used.add(Path(line.split(maxsplit=5)[5]))
+                _, _, _, of_device, inode, *_ = line.split(maxsplit=5)
+                if of_device == numbers:
+                    used.add(int(inode))
     return used
 
 

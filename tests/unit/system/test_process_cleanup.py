@@ -1,6 +1,7 @@
 """What a killed process leaves is removed: by its guard, and only if nobody uses it."""
 
 import mmap
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -45,6 +46,16 @@ def test_the_guard_of_a_killed_process_carries_out_its_will(tmp_path, guards):
         assert not (guards and segment.exists())  # without a guard that of another launch may remove it
     finally:
         segment.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("start", ["spawn", "forkserver"])
+def test_semaphores_of_a_living_process_are_kept(start):
+    since_ns = time.time_ns()
+    semaphore = multiprocessing.get_context(start).Semaphore()  # mapped under the name of a temporary file
+    path = MEMORY / f"sem.{semaphore._semlock.name.removeprefix('/')}"
+    assert process_cleanup.SEGMENT.match(path.name)
+    remove_segments(since_ns)
+    assert path.exists()
 
 
 def test_only_segments_that_nobody_uses_are_removed(tmp_path, monkeypatch):
