@@ -1,7 +1,6 @@
 """What a killed process leaves is removed: by its guard, and only if nobody uses it."""
 
 import mmap
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -48,14 +47,26 @@ def test_the_guard_of_a_killed_process_carries_out_its_will(tmp_path, guards):
         segment.unlink(missing_ok=True)
 
 
+SEMAPHORE = """
+import multiprocessing, sys
+semaphore = multiprocessing.get_context(sys.argv[1]).Semaphore()
+print(semaphore._semlock.name.removeprefix("/"), flush=True)
+sys.stdin.read()
+"""
+
+
 @pytest.mark.parametrize("start", ["spawn", "forkserver"])
 def test_semaphores_of_a_living_process_are_kept(start):
+    """They are mapped under the name of a temporary file."""
     since_ns = time.time_ns()
-    semaphore = multiprocessing.get_context(start).Semaphore()  # mapped under the name of a temporary file
-    path = MEMORY / f"sem.{semaphore._semlock.name.removeprefix('/')}"
-    assert process_cleanup.SEGMENT.match(path.name)
-    remove_segments(since_ns)
-    assert path.exists()
+    # In a process of its own: joblib, which scikit-learn loads, gives the semaphores of its process other names.
+    argv = [sys.executable, "-c", SEMAPHORE, start]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        path = MEMORY / f"sem.{process.stdout.readline().strip()}"
+        assert process_cleanup.SEGMENT.match(path.name)
+        remove_segments(since_ns)
+        assert path.exists()
+        process.stdin.close()
 
 
 def test_only_segments_that_nobody_uses_are_removed(tmp_path, monkeypatch):
