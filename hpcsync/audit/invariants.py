@@ -13,6 +13,12 @@ import numpy as np
 
 from hpcsync.audit.batch_decisions import possible
 from hpcsync.audit.check import Check, Part, check_all, check_rows, describe_columns
+from hpcsync.audit.progress import (
+    evaluations_come_when_due,
+    rates_are_of_the_schedule,
+    the_run_ends_by_its_rule,
+    times_add_up,
+)
 from hpcsync.audit.server_recount import Recount
 from hpcsync.audit.training import check_training
 from hpcsync.trace.iteration_counts import NEVER, running_count
@@ -34,7 +40,8 @@ def check_invariants(trace: Trace) -> list[Check]:
     if not first.passed:
         return [first]
     recount = Recount(trace)
-    return [first, seq_is_unbroken(trace, recount), *(check(recount) for check in INVARIANTS), *check_training(trace)]
+    of_rows = [seq_is_unbroken(trace, recount), *(check(recount) for check in INVARIANTS)]
+    return [first, *of_rows, evaluations_come_when_due(trace), *check_training(trace)]
 
 
 def values_are_possible(trace: Trace) -> Check:
@@ -379,8 +386,11 @@ INVARIANTS: tuple[Callable[[Recount], Check], ...] = (
     blocked_is_recounted,
     lead_is_recounted,
     release_is_recounted,
+    rates_are_of_the_schedule,
+    times_add_up,
     no_worker_acts_after_leaving,
     stop_grants_end_the_run,
+    the_run_ends_by_its_rule,
 )
 
 

@@ -15,6 +15,7 @@ from hpcsync.audit.averages import averages_are_atomic, averages_are_noticed
 from hpcsync.audit.batch_agreement import check_agreed_sizes
 from hpcsync.audit.check import Check, Part, check_all, check_rows, describe_columns
 from hpcsync.audit.peer_recount import SAME_TIME_S, PeerRecount, previous
+from hpcsync.audit.progress import evaluations_come_when_due
 from hpcsync.audit.stanza import check_separation
 from hpcsync.audit.training import check_training
 from hpcsync.config.compression import DgcOptions, TopKOptions
@@ -42,7 +43,8 @@ def check_exchanges(trace: Trace) -> list[Check]:
     in_step = [exchanges_of_all_keep_in_step(run)] if run.together else []
     shares = [] if run.job.batches.policy == "equal" else check_agreed_sizes(run)
     separated = [] if run.groups is None else check_separation(run, run.groups)
-    return [first, *(check(run) for check in CHECKS), *in_step, *shares, *separated, *check_training(trace)]
+    of_rows = [*(check(run) for check in CHECKS), *in_step, *shares, *separated]
+    return [first, *of_rows, evaluations_come_when_due(trace), *check_training(trace)]
 
 
 def values_are_possible(trace: Trace) -> Check:

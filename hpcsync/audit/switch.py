@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from hpcsync.audit.check import Check, check_all, check_rows
+from hpcsync.audit.check import Check, check_all
 from hpcsync.audit.phases import updates_before
 from hpcsync.audit.server_recount import Recount
 from hpcsync.trace.iteration_counts import NEVER
 from hpcsync.trace.schema import Outcome
-from hpcsync.training.lr_schedule import learning_rate
 
 SAME = 1e-9  # largest relative difference between means of the same losses
 
@@ -25,7 +24,6 @@ def check_switch(recount: Recount, options: Any) -> list[Check]:
     return [
         switch_is_due(recount, options),
         nothing_is_under_way(recount),
-        rates_follow_contributions(recount),
     ]
 
 
@@ -117,18 +115,4 @@ def nothing_is_under_way(recount: Recount) -> Check:
             answer["version"] != version,
             lambda i: f"worker {answer['worker'][i]} continues from version {answer['version'][i]}, not {version}",
         ),
-    )
-
-
-def rates_follow_contributions(recount: Recount) -> Check:
-    """Check the learning rate of every update: that of the schedule, scaled as `async_lr_scale` says."""
-    updates, rate = recount.updates, learning_rate(recount.job)
-    samples = np.append(0, updates["samples"])[:-1]
-    expected = np.array(
-        [rate(int(s), i, int(n)) for i, (s, n) in enumerate(zip(samples, updates["n_contributions"], strict=True))]
-    )
-    return check_rows(
-        "rates follow from the contributions",
-        ~np.isclose(updates["lr"], expected, rtol=SAME, atol=0),
-        lambda i: f"version {updates['version'][i]}: lr {updates['lr'][i]}, the recount gives {expected[i]}",
     )

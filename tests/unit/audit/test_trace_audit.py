@@ -37,7 +37,7 @@ def scenario(seed):
     return {
         "seconds": [rng.choice([1.0, 1.0, 1.5, 2.0, 3.0]) for _ in range(n_workers)],
         "jitter": rng.choice([0.0, rng.random()]),
-        "stop_s": rng.choice([None, None, rng.uniform(1.0, 20.0)]),
+        "stop_s": rng.choice([None, None, rng.uniform(3.01, 20.0)]),
         "leave": rng.choice([{}, {rng.randrange(n_workers): rng.randint(1, 8) for _ in range(2)}]),
         "changes": [(rng.uniform(0, 20.0), rng.randrange(n_workers)) for _ in range(rng.choice([0, 0, 4, 8]))],
         "seed": seed,
@@ -77,13 +77,13 @@ def test_a_trace_in_a_file(tmp_path):
 AUDITED = {
     "pushes": (
         "seq", "now_s", "worker", "iteration", "version_read", "staleness", "batch_size", "share", "weight", "outcome",
-        "wire_bytes", "pull_s", "encode_s", "local_steps",
+        "wire_bytes", "pull_s", "encode_s", "local_steps", "begin_s", "end_s", "compute_s", "load_s",
     ),
     "grants": (
         "seq", "now_s", "worker", "iteration", "version", "gap_iters", "credits", "held_s", "batch_size", "local_steps",
         "first_sample", "commit_s", "ratio",
     ),
-    "updates": ("version", "n_contributions", "samples"),
+    "updates": ("version", "n_contributions", "samples", "lr"),
     "decisions": (
         "seq", "now_s", "controller", "worker", "chosen",
         "gap_iters", "interval_s", "r_star",
@@ -92,7 +92,7 @@ AUDITED = {
         "iteration_s", "push_s", "pull_s", "encode_s", "reward", "loss_middle", "loss_end",
     ),
     "membership": ("seq", "now_s", "worker", "change"),
-    "evaluations": ("version", "samples"),
+    "evaluations": ("version", "samples", "accuracy"),
 }
 # fmt: on
 
@@ -169,7 +169,7 @@ def write(path, status="finished", n_updates=20, tamper=lambda table, row: row):
 def test_a_trace_that_passes(tmp_path, console):
     assert main(write(tmp_path / "t.h5"), console) == 0
     shown = console.export_text()
-    assert "all 29 checks passed" in shown
+    assert "all 33 checks passed" in shown
     assert "FAILED" not in shown
     assert max(map(len, shown.splitlines())) <= 80
 
@@ -177,7 +177,7 @@ def test_a_trace_that_passes(tmp_path, console):
 def test_the_folder_of_a_run_stands_for_its_trace(tmp_path, console):
     write(tmp_path / "trace.h5")
     assert main(tmp_path, console) == 0
-    assert "all 29 checks passed" in console.export_text()
+    assert "all 33 checks passed" in console.export_text()
 
 
 def test_an_unfinished_trace_is_reported(tmp_path, console):
@@ -193,7 +193,7 @@ def test_a_trace_that_fails(tmp_path, console):
     shown = console.export_text()
     assert "FAILED  staleness equals the recount" in shown
     assert "seq 5 has staleness" in " ".join(shown.split())
-    assert "1 of 29 checks failed" in shown
+    assert "1 of 33 checks failed" in shown
 
 
 def test_a_file_that_is_not_a_trace(tmp_path, console, capsys):

@@ -145,12 +145,17 @@ def test_timeline_draws_the_recorded_times(tmp_path):
     frame = draw("timeline", tmp_path, write(tmp_path, counted(*ROUNDS)), "--to", 10)
     bars = frame[frame["worker"] == 0][["activity", "iteration", "begin_s", "end_s"]].values.tolist()
     assert bars == [
-        ["compute", 1, 0.0, 1.0],
+        ["transfer", 1, 0.0, 0.125],
+        ["compute", 1, 0.125, 0.875],
+        ["transfer", 1, 0.875, 1.0],
         ["wait", 2, 1.0, 2.0],
-        ["compute", 2, 2.0, 3.0],
+        ["transfer", 2, 2.0, 2.125],
+        ["compute", 2, 2.125, 2.875],
+        ["transfer", 2, 2.875, 3.0],
         ["wait", 3, 3.0, 4.0],
-        ["compute", 3, 4.0, 5.0],
-        ["transfer", 3, 5.0, 5.125],
+        ["transfer", 3, 4.0, 4.125],
+        ["compute", 3, 4.125, 4.875],
+        ["transfer", 3, 4.875, 5.0],
     ]
 
 
@@ -158,9 +163,11 @@ def test_timeline_cuts_at_its_window(tmp_path):
     frame = draw("timeline", tmp_path, write(tmp_path, counted(*ROUNDS)), "--from", 1.5, "--to", 2.25)
     assert frame[["worker", "activity", "begin_s", "end_s"]].values.tolist() == [
         [0, "wait", 1.5, 2.0],
-        [0, "compute", 2.0, 2.25],
-        [1, "compute", 1.5, 2.0],
-        [1, "compute", 2.0, 2.25],
+        [0, "transfer", 2.0, 2.125],
+        [0, "compute", 2.125, 2.25],
+        [1, "compute", 1.5, 1.75],
+        [1, "transfer", 1.75, 2.0],
+        [1, "transfer", 2.0, 2.25],
         [-1, "update", 2.0, 2.0],
     ]
 
@@ -616,9 +623,9 @@ def test_timeline_says_what_it_leaves_out(tmp_path):
     (part,) = figures.draw("timeline", [trace], from_s=1.5, to_s=2.25)
     (one,) = figures.draw("timeline", [trace], workers=1, to_s=6.0)
     axes = [drawing.figure.axes[0].get_title(loc="right") for drawing in (whole, part, one)]
-    assert axes == ["", "3 of 6 iterations drawn", "3 of 6 iterations, 1 of 2 workers drawn"]
+    assert axes == ["", "2 of 6 iterations drawn", "3 of 6 iterations, 1 of 2 workers drawn"]
     assert (title(whole), whole.notes) == ("BSP", ())
-    line = "BSP: 1.5 to 2.25 s: 3 of 6 iterations drawn; --from, --to and --workers choose the part"
+    line = "BSP: 1.5 to 2.25 s: 2 of 6 iterations drawn; --from, --to and --workers choose the part"
     assert part.notes == (line,)
     arguments = ["--from", 1.5, "--to", 2.25, "--out", tmp_path / "a.png"]
     assert hpcsync("figure", "timeline", write(tmp_path, trace), *arguments).stdout.splitlines()[0] == line

@@ -16,6 +16,7 @@ from hpcsync.paradigms import Grant, PushInfo
 from hpcsync.paradigms.records import UNTIL
 from hpcsync.trace.reader import Trace
 from hpcsync.trace.schema import FORMAT, FORMAT_VERSION, TABLES, Change, decisions_dtype
+from hpcsync.training.lr_schedule import EvaluationSchedule
 from tests.unit.jobs import make_job
 from tests.unit.recorder import Recorder
 
@@ -63,7 +64,12 @@ def job_of(paradigm, workers=3, updates=40, target=""):
         text = text.replace(f"{key} = 2", f"{key} = {min(2, workers)}")
     tables = tomllib.loads(f"[stop]\nupdates = {updates}\n{target}\n[paradigm]\n{text}")
     return make_job(
-        name="made-up", seed=0, workload={"name": "timing", "batch_size": 8}, cluster={"workers": workers}, **tables
+        name="made-up",
+        seed=0,
+        workload={"name": "timing", "batch_size": 8},
+        cluster={"workers": workers},
+        evaluation={"every_samples": 40},
+        **tables,
     )
 
 
@@ -88,7 +94,7 @@ class Work:
         self.took_s = self.pull_s + self.compute_s + self.push_s + self.encode_s
 
 
-def play(job, trace, seconds, *, jitter=0.0, seed=0, leave=None, changes=(), stop_s=None, die_s=None, evaluate_every=5):
+def play(job, trace, seconds, *, jitter=0.0, seed=0, leave=None, changes=(), stop_s=None, die_s=None):
     """Drive the coordinator to the end of a run and return the names of its decision columns.
 
     Parameters
@@ -130,10 +136,8 @@ def play(job, trace, seconds, *, jitter=0.0, seed=0, leave=None, changes=(), sto
 
     def push_info(now_s, begin_s, work, wait_s, grant, share):
         pull_s, push_s, compute_s = share * work.pull_s, share * work.push_s, share * work.compute_s
-        end_s = now_s
-        if job.commits:  # the audit then needs the times of the computation alone
-            begin_s += pull_s
-            end_s = begin_s + compute_s
+        begin_s += pull_s
+        end_s = begin_s + compute_s
         info = PushInfo(
             now_s=now_s,
             worker=grant.worker, iteration=grant.iteration, version_read=grant.version,
@@ -146,6 +150,12 @@ def play(job, trace, seconds, *, jitter=0.0, seed=0, leave=None, changes=(), sto
             return info
         return info._replace(predicted_fixed_s=0.125, predicted_sample_s=work.took_s / work.n_samples)
 
+    def evaluate(now_s):
+        version = coordinator.version
+        loss = 1.0 / max(1, version)
+        coordinator.evaluated(now_s, version, coordinator.samples, loss, 1.0 - loss)
+
+    evaluations, evaluated = EvaluationSchedule(job.evaluation.every_samples), []
     for grant in create_assignments(job).first:
         start(0.0, grant)
     pushed_s = {}
@@ -185,17 +195,20 @@ def play(job, trace, seconds, *, jitter=0.0, seed=0, leave=None, changes=(), sto
                     start(command_s, command, wait_s=command_s - pushed_s[command.worker])
             elif isinstance(command, CancelCommand) and not job.commits:  # a committing worker notices too late here
                 cancel(command_s, command)
-            elif isinstance(command, UpdateCommand) and coordinator.version % evaluate_every == 0:
-                version, samples = coordinator.version, coordinator.samples
-                coordinator.evaluated(now_s, version, samples, 1.0 / version, 1.0 - 1.0 / version)
+            elif isinstance(command, UpdateCommand) and evaluations.begin_if_due(coordinator.samples):
+                evaluated.append(coordinator.version)
+                evaluate(now_s)
     coordinator.close()
+    if die_s is None and coordinator.version not in evaluated:
+        evaluate(coordinator.updated_s)
     return decision_fields(job)
 
 
-def record(paradigm, seconds=(1.0, 1.3, 2.1), *, updates=40, target="", **how):
-    """Return a finished trace in memory."""
-    job, rows = job_of(paradigm, len(seconds), updates, target), Recorder()
-    fields = play(job, rows, seconds, **how)
+def record(paradigm, seconds=(1.0, 1.3, 2.1), *, updates=40, target="", stop_s=None, **how):
+    """Return a finished trace in memory, of a run that ends by then."""
+    ends = "" if stop_s is None else f"seconds = {stop_s}"
+    job, rows = job_of(paradigm, len(seconds), updates, f"{target}\n{ends}"), Recorder()
+    fields = play(job, rows, seconds, stop_s=stop_s, **how)
     return as_trace(job, rows.rows, fields)
 
 

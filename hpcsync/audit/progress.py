@@ -1,0 +1,169 @@
+"""Checks of a run's course, recounted from job and rows: learning rates, times, evaluations and the end.
+
+Only the learning rate comes from the product's own code; it follows from the job.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hpcsync.audit.check import Check, check_all, check_rows, describe_columns
+from hpcsync.audit.server_recount import Recount
+from hpcsync.config.job import Script
+from hpcsync.trace.reader import Trace
+from hpcsync.training.lr_schedule import learning_rate
+
+SAME_TIME_S = 1e-6
+DRIFT = 1e-4  # largest relative difference between the speeds of two clocks
+RATE = 1e-12  # largest relative difference between equal rates
+
+
+def rates_are_of_the_schedule(recount: Recount) -> Check:
+    """Check the learning rate of each update, with `async_lr_scale`.
+
+    It follows from the samples and updates before it, and its number of contributions. A script's own rates are the
+    mean of those that its contributions state; the job's schedule is a factor of it.
+    """
+    job, updates = recount.job, recount.updates
+    count = updates["n_contributions"].astype(np.int64)
+    if job.steps_on_workers:
+        expected = np.full(len(updates), job.paradigm.moving_rate(job.cluster.workers))
+    else:
+        rate, before = learning_rate(job), np.append(0, updates["samples"])[:-1].tolist()
+        clocks = zip(before, count.tolist(), strict=True)
+        expected = np.array([rate(samples, version, n) for version, (samples, n) in enumerate(clocks)])
+        if isinstance(job.workload, Script):
+            expected = expected[: len(recount.complete_seq)] * _own_rates(recount, count[: len(recount.complete_seq)])
+    lr = updates["lr"][: len(expected)]
+    return check_rows(
+        "learning rates follow the schedule",
+        ~np.isclose(lr, expected, rtol=RATE, atol=0.0),
+        lambda i: f"version {i + 1} has learning rate {lr[i]}, the schedule gives {expected[i]}",
+    )
+
+
+def _own_rates(recount: Recount, count: np.ndarray) -> np.ndarray:
+    """Return the mean rate that the contributions to each update state; 1 where the first one states none."""
+    stated = recount.pushes["lr"][recount.applied]
+    first = np.cumsum(count) - count
+    return np.where(np.isnan(stated[first]), 1.0, np.add.reduceat(stated, first) / count) if len(count) else count
+
+
+def times_add_up(recount: Recount) -> Check:
+    """Check the times of each iteration against each other and against its grant.
+
+    Between `begin_s` and `end_s` a worker loads and computes, and nothing else. From one iteration to the next it
+    encodes and pushes, waits for the grant and reads the weights. It begins to read after the grant; the error of its
+    clock is in /clocks.
+    """
+    pushes = recount.pushes
+    took_s = pushes["end_s"] - pushes["begin_s"]
+    spent_s = pushes["load_s"] + pushes["compute_s"]
+    order = np.lexsort((pushes["seq"], pushes["worker"]))
+    own = pushes[order]
+    follows = (own["worker"][1:] == own["worker"][:-1]) & ~recount.begins_anew[order][1:] & ~_resumed(recount, own)
+    before, after = own[:-1][follows], own[1:][follows]
+    idle_s = after["begin_s"] - before["end_s"]
+    busy_s = before["encode_s"] + before["comm_s"] - before["pull_s"] + after["wait_s"] + after["pull_s"]
+    granted_s = np.append(recount.grants["now_s"], -np.inf)[recount.push_permit]  # row -1, no grant, is -inf
+    early_s = granted_s - (pushes["begin_s"] - pushes["pull_s"])
+    return check_all(
+        "times of an iteration add up",
+        (
+            ~(np.abs(took_s - spent_s) < SAME_TIME_S),
+            lambda i: (
+                f"worker {pushes['worker'][i]}, iteration {pushes['iteration'][i]}: from begin_s to end_s "
+                f"{took_s[i]:.6f} s, load_s and compute_s {spent_s[i]:.6f} s"
+            ),
+        ),
+        (
+            ~(busy_s <= idle_s + SAME_TIME_S),
+            lambda i: (
+                f"worker {after['worker'][i]}, iteration {after['iteration'][i]} begins {idle_s[i]:.6f} s after the "
+                f"one before, but pushing, waiting and reading took {busy_s[i]:.6f} s"
+            ),
+        ),
+        (
+            ~(early_s <= _clock_error_s(recount, pushes) + SAME_TIME_S),
+            lambda i: (
+                f"worker {pushes['worker'][i]}, iteration {pushes['iteration'][i]}: reads {early_s[i]:.6f} s before "
+                "its grant"
+            ),
+        ),
+    )
+
+
+def _resumed(recount: Recount, own: np.ndarray) -> np.ndarray:
+    """Return between which pushes of the same worker the run resumed, bool of shape (n_pushes - 1,)."""
+    start = np.searchsorted(recount.trace.tables["starts"]["seq"], own["seq"])
+    return start[1:] != start[:-1]
+
+
+def _clock_error_s(recount: Recount, pushes: np.ndarray) -> np.ndarray:
+    """Return the largest error of each push's times on the deciding server's clock, in seconds."""
+    clocks = recount.trace.tables["clocks"]
+    worst_s = np.zeros(recount.n_workers)
+    ranks = clocks["rank"].astype(np.int64) - recount.job.cluster.servers
+    known = (ranks >= 0) & (ranks < recount.n_workers) & np.isfinite(clocks["uncertainty_s"])
+    np.maximum.at(worst_s, ranks[known], clocks["uncertainty_s"][known])
+    return worst_s[pushes["worker"]] + DRIFT * np.abs(pushes["now_s"])
+
+
+def evaluations_come_when_due(trace: Trace) -> Check:
+    """Check that evaluations follow each other as `evaluation.every_samples` says.
+
+    Between two evaluations lies a multiple of it, except before the one at the end of the run. A due evaluation is
+    skipped while another one is running. In a simulation with servers where evaluations take no time, each is made.
+    """
+    job, rows = trace.job, trace.tables["evaluations"]
+    every = job.evaluation.every_samples
+    samples = np.append(0, trace.tables["updates"]["samples"])
+    last = len(samples) - 1
+    during = rows[:-1]  # the last one may be that at the end
+    n_before = np.append(0, during["samples"])[:-1]
+    due = during["samples"] // every > n_before // every if every else np.zeros(len(during), bool)
+    reached = np.flatnonzero(samples[1:] // every > samples[:-1] // every) + 1 if every else np.zeros(0, int)
+    each = trace.attributes.get("engine") == "simulator" and job.has_servers and job.evaluation.seconds is None
+    missing = np.setdiff1d(reached, rows["version"]) if each and len(rows) else np.zeros(0, int)
+    missing = missing if trace.finished else missing[missing < rows["version"].max(initial=0)]
+    share = rows["accuracy"]
+    return check_all(
+        "evaluations come when they are due",
+        (
+            ~due,
+            lambda i: f"/evaluations row {i}, of {during['samples'][i]} samples, is not due: every {every} samples",
+        ),
+        (np.ones(len(missing), bool), lambda i: f"version {missing[i]} was due, and has no evaluation"),
+        (
+            rows["version"][-1:] != last if trace.finished else np.zeros(0, bool),
+            lambda _: f"the last evaluation is of version {rows['version'][-1]}, not of {last}, the last one",
+        ),
+        (
+            ~np.isnan(share) & ~((share >= 0) & (share <= 1)),
+            describe_columns("/evaluations", rows, "version", "accuracy"),
+        ),
+    )
+
+
+def the_run_ends_by_its_rule(recount: Recount) -> Check:
+    """Check that a finished run ended because of the job's stopping rule, or because all workers had left.
+
+    There is no update after the one that reaches a limit.
+    """
+    stop, updates, rows = recount.job.stop, recount.updates, recount.evaluations
+    n_updates, n_samples = len(updates), int(updates["samples"][-1]) if len(updates) else 0
+    course = zip(*(updates[key].tolist() for key in ("samples", "version", "now_s")), strict=True)
+    reached = np.array([stop.reached(samples=s, updates=version, seconds=now_s) for s, version, now_s in course], bool)
+    on_target = any(stop.satisfied(*row) for row in zip(rows["loss"].tolist(), rows["accuracy"].tolist(), strict=True))
+    last_s = max(float(table["now_s"].max(initial=0.0)) for table in (recount.grants, recount.events))
+    all_left = not recount.is_stop.any() and not len(recount.active(len(recount.events) - 1))
+    over = reached.any() or on_target or stop.reached(seconds=last_s) or all_left
+    rule = ", ".join(f"{key} = {value:g}" for key, value in stop.conditions.items()) or "when all workers have left"
+    return check_all(
+        "the stopping rule ended the run",
+        (reached[:-1], lambda i: f"version {i + 1} ends the run, but {n_updates} were made"),
+        (
+            np.array([recount.finished and not over]),
+            lambda _: f"it ended after {n_updates:,} updates and {n_samples:,} samples; its job ends it by {rule}",
+        ),
+    )

@@ -1,0 +1,142 @@
+"""Learning rates, times, evaluations and the end of a run: what the audit recounts, and what it finds if changed."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from hpcsync.audit.trace_audit import audit
+from tests.unit.simulator.running import simulate, timing_job
+from tests.unit.trace.recorder import attributes, edit, record, with_rows, with_status
+
+RATES = "learning rates follow the schedule"
+TIMES = "times of an iteration add up"
+DUE = "evaluations come when they are due"
+END = "the stopping rule ended the run"
+
+
+def failing(trace):
+    return {check.name for check in audit(trace) if not check.passed}
+
+
+def of_job(trace, **tables):
+    """Return the trace as if it were of another job."""
+    return dataclasses.replace(
+        trace, attributes={**trace.attributes, **attributes(trace.job.model_copy(update=tables))}
+    )
+
+
+@pytest.fixture(scope="module")
+def trace():
+    return record("ssp", jitter=0.3)
+
+
+SCHEDULES = [
+    {"schedule": {"name": "multistep", "milestones": [60, 120], "gamma": 0.5}},
+    {"schedule": {"name": "cosine", "total": 200, "warmup": 20}, "async_lr_scale": "1/workers"},
+    {"schedule": {"name": "multistep", "milestones": [5, 9]}, "lr_clock": "updates"},
+]
+
+
+@pytest.mark.parametrize("optimizer", SCHEDULES, ids=str)
+@pytest.mark.parametrize("paradigm", ["bsp", "asp", "k-async"])
+def test_rates_of_a_schedule(tmp_path, paradigm, optimizer):
+    table = {"name": paradigm, **({"k": 2} if paradigm == "k-async" else {})}
+    job = timing_job(
+        workers=3,
+        seconds=[1.0, 1.3, 2.1],
+        stop={"samples": 200},
+        paradigm=table,
+        optimizer={"name": "sgd", "lr": 0.1, **optimizer},
+    )
+    found = simulate(job, tmp_path / "trace.h5")
+    assert failing(found) == set()
+    assert len(np.unique(found.tables["updates"]["lr"])) > 1
+    assert failing(edit(found, "updates", 3, lr=2 * found.tables["updates"]["lr"][3])) == {RATES}
+    assert failing(edit(found, "updates", 3, lr=math.nan)) == {RATES}
+
+
+def test_another_rate_in_the_job(trace):
+    assert failing(of_job(trace, optimizer=trace.job.optimizer.model_copy(update={"lr": 0.2}))) == {RATES}
+
+
+@pytest.mark.parametrize("column", ["begin_s", "end_s", "compute_s", "load_s", "wait_s"])
+def test_times_of_an_iteration(trace, column):
+    value = trace.tables["pushes"][column][12]
+    assert failing(edit(trace, "pushes", 12, **{column: math.nan})) in ({TIMES}, {"values are valid"})
+    for other in (value - 100.0, value + 1e-3) if column == "begin_s" else (value + 100.0, value + 1e-3):
+        assert TIMES in failing(edit(trace, "pushes", 12, **{column: other}))
+
+
+def test_a_worker_that_reads_before_its_grant(trace):
+    """All times of a worker shifted alike contradict nothing but the grants; an error of the clock explains it."""
+    rows = trace.tables["pushes"].copy()
+    own = rows["worker"] == 1
+    for column in ("begin_s", "end_s"):
+        rows[column][own] -= 0.5
+    early = with_rows(trace, "pushes", rows)
+    assert failing(early) == {TIMES}
+    clock = np.zeros(1, trace.tables["clocks"].dtype)
+    clock["rank"], clock["uncertainty_s"] = trace.job.cluster.servers + 1, 0.51
+    assert failing(with_rows(early, "clocks", clock)) == set()
+    clock["rank"] = trace.job.cluster.servers
+    assert failing(with_rows(early, "clocks", clock)) == {TIMES}, "the clock of another worker"
+
+
+def test_times_are_not_compared_across_a_resume(trace):
+    rows = trace.tables["pushes"].copy()
+    row = 12
+    later = rows["seq"] >= rows["seq"][row]
+    for column in ("begin_s", "end_s"):
+        rows[column][later] -= 1e-3
+    moved = with_rows(trace, "pushes", rows)
+    clock = np.zeros(3, trace.tables["clocks"].dtype)
+    clock["rank"], clock["uncertainty_s"] = 1 + np.arange(3), 1.0
+    moved = with_rows(moved, "clocks", clock)
+    assert failing(moved) == {TIMES}
+    start = np.zeros(2, trace.tables["starts"].dtype)
+    start["seq"] = 0, rows["seq"][row] - 1
+    assert failing(with_rows(moved, "starts", start)) == set()
+
+
+def test_evaluations_that_are_not_due(trace):
+    rows = trace.tables["evaluations"]
+    assert failing(with_rows(trace, "evaluations", np.delete(rows, 2))) == {DUE}, "missing"
+    assert failing(with_rows(trace, "evaluations", rows[:-1])) == {DUE}, "none at the end"
+    assert failing(with_rows(trace, "evaluations", rows[[0, 1, 1, *range(2, len(rows))]])) == {DUE}, "twice"
+    assert failing(edit(trace, "evaluations", 2, accuracy=1.5)) == {DUE}
+    halved = trace.job.evaluation.model_copy(update={"every_samples": 20})
+    assert failing(of_job(trace, evaluation=halved)) == {DUE}, "too few"
+    doubled = trace.job.evaluation.model_copy(update={"every_samples": 80})
+    assert failing(of_job(trace, evaluation=doubled)) == {DUE}, "too many"
+
+
+def test_real_runs_skip_an_evaluation_while_another_is_running(trace):
+    rows = trace.tables["evaluations"]
+    skipped = with_rows(trace, "evaluations", np.delete(rows, 2))
+    real = dataclasses.replace(skipped, attributes={**skipped.attributes, "engine": "mpi"})
+    assert failing(real) == set()
+    assert failing(with_rows(real, "evaluations", rows[[0, 1, 1, *range(3, len(rows))]])) == {DUE}
+
+
+def test_an_unfinished_run_may_lack_the_last_evaluation(trace):
+    running = with_status(trace, "running")
+    assert failing(with_rows(running, "evaluations", trace.tables["evaluations"][:-2])) == set()
+    assert failing(with_rows(running, "evaluations", np.delete(trace.tables["evaluations"], 2))) == {DUE}
+
+
+def test_another_stopping_rule(trace):
+    stop = trace.job.stop
+    assert failing(of_job(trace, stop=stop.model_copy(update={"updates": 41}))) == {END}, "not reached"
+    assert failing(of_job(trace, stop=stop.model_copy(update={"updates": 39}))) == {END}, "reached before"
+    assert failing(of_job(trace, stop=stop.model_copy(update={"samples": 100}))) == {END}
+    assert failing(of_job(trace, stop=stop.model_copy(update={"seconds": 3.0}))) == {END}
+    assert failing(of_job(trace, stop=stop.model_copy(update={"updates": None, "target_loss": 0.001}))) == {END}
+    assert failing(of_job(trace, stop=stop.model_copy(update={"updates": None, "target_loss": 1 / 40}))) == set()
+
+
+def test_a_run_whose_workers_have_all_left_ends():
+    left = record("asp", leave={0: 3, 1: 3, 2: 3})
+    assert failing(left) == set()
+    assert len(left.tables["updates"]) < left.job.stop.updates
