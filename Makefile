@@ -79,7 +79,7 @@ wheel-check: .venv/ready
 # install. In an environment of their own, without torchvision: transformers imports it, and it may not fit torch.
 scripts: .venv-scripts/ready
 	.venv-scripts/bin/python -m pytest -q -rs tests/unit/mpi/test_scripts.py tests/unit/mpi/test_hugging_face_datasets.py \
-	    tests/runs/test_scripts.py
+	    tests/runs/test_scripts.py tests/runs/test_recording.py
 
 .venv-scripts/ready: $(MADE_FROM)
 	test -x .venv-scripts/bin/pip || $(PYTHON) -m venv --clear .venv-scripts

@@ -151,10 +151,9 @@ class Recorder:
         except RuntimeError as error:
             raise JobError(f"record: the module must not have a communication hook already: {error}") from None
         self._last_s = time.perf_counter() - self._load_s
-        self._handles.append(module.register_forward_pre_hook(self._count, with_kwargs=True))
-        self._count(module, args, {})
+        self._handles.append(module.register_forward_hook(self._count, with_kwargs=True))  # also for this call
 
-    def _count(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+    def _count(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Add the samples of a call: the length of its first tensor."""
         tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.dim())
         self._samples += next((len(tensor) for tensor in tensors), 0)
