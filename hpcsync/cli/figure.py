@@ -13,6 +13,8 @@ from hpcsync import figures
 HELP = (
     "Draw a figure of one or more traces.\n\nThe files are PNG, SVG, and the data as CSV.\n\n\b\nFigures:\n"
     + "\n".join(f"  {name:<12} {about.line}" for name, about in figures.FIGURES.items())
+    + "\n\nRuns of one job with different seeds are one line or bar: their mean, with its 95 % interval from three"
+    " seeds on and the range of two. controller and timeline show each run alone."
     + "\n\nNeeds matplotlib and pandas: pip install matplotlib pandas."
 )
 KINDS = (".png", ".svg", ".pdf", ".csv")
@@ -42,6 +44,14 @@ def command(
     to_s: Annotated[
         float | None, typer.Option("--to", metavar="S", help="timeline: end at this second.", show_default=False)
     ] = None,
+    width: Annotated[
+        float | None,
+        typer.Option(
+            metavar="INCHES",
+            help="Width of the figure: 3.5 for one column of a paper, 3 at least. Default: 7.",
+            show_default=False,
+        ),
+    ] = None,
     list_only: Annotated[bool, typer.Option("--list", help="List the figures, one per line.")] = False,
 ) -> None:
     """Draw a figure, or list the figures; `HELP` is the text of --help."""
@@ -49,7 +59,7 @@ def command(
         for figure, about in figures.FIGURES.items():
             print(f"{figure:<12} {about.line}")
         return
-    sys.exit(main(name, runs or [], out, workers, from_s, to_s))
+    sys.exit(main(name, runs or [], out, workers, from_s, to_s, width))
 
 
 def main(
@@ -59,6 +69,7 @@ def main(
     workers: int | None = None,
     from_s: float | None = None,
     to_s: float | None = None,
+    width: float | None = None,
 ) -> int:
     """Draw a figure, write its files and print their names; return the exit status."""
     from hpcsync.trace.reader import TraceError
@@ -66,7 +77,8 @@ def main(
     try:
         _check(name, runs, out)
         assert name is not None
-        drawings = figures.draw(name, figures.open_traces(runs), workers=workers, from_s=from_s, to_s=to_s)
+        window = {"from_s": from_s, "to_s": to_s}
+        drawings = figures.draw(name, figures.open_traces(runs), width=width, workers=workers, **window)
         path = Path("figures") / name if out is None else out / name if out.is_dir() else out
         from hpcsync.figures.plotting import write
 

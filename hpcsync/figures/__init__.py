@@ -32,17 +32,21 @@ FIGURES = {
     "accuracy": About("accuracy and loss on held-out data, against time and against samples"),
     "adaptive": About("k and batch sizes, as chosen during the run", ("workers",)),
     "consensus": About("distance between the workers' weights, if each worker has its own"),
-    "controller": About("decisions of DSSP's controller, and the intervals they are based on", ("workers",)),
+    "controller": About("decisions of DSSP's controller and their inputs; a figure per run", ("workers",)),
     "leads": About("lead of each worker over the slowest one, and the bound of the paradigm"),
     "staleness": About("staleness of the applied pushes, over time and as a histogram"),
     "timeline": About(
-        "compute, wait and transfer of each worker over time, updates and events", ("workers", "from_s", "to_s")
+        "compute, wait and transfer of each worker over time, events; a panel per run",
+        ("workers", "from_s", "to_s"),
     ),
     "waiting": About("shares of compute, wait and transfer in each worker's time", ("workers",)),
 }
 
 
-def draw(name: str, traces: Sequence[Trace], **options: Any) -> list[Drawing]:
+WIDTHS_INCHES = (3.0, 50.0)  # smallest and largest of a figure
+
+
+def draw(name: str, traces: Sequence[Trace], *, width: float | None = None, **options: Any) -> list[Drawing]:
     """Draw a figure of these traces.
 
     Parameters
@@ -51,6 +55,8 @@ def draw(name: str, traces: Sequence[Trace], **options: Any) -> list[Drawing]:
         A key of `FIGURES`.
     traces
         At least one trace.
+    width
+        Width of the figure in inches, within `WIDTHS_INCHES`; None: 7. Below 5 panels stand below each other.
     options
         Options that `FIGURES` lists for the figure: ``workers`` (largest number of workers shown), ``from_s`` and
         ``to_s`` (the window, in seconds). None selects the figure's default.
@@ -63,10 +69,13 @@ def draw(name: str, traces: Sequence[Trace], **options: Any) -> list[Drawing]:
     Raises
     ------
     FigureError
-        For an option that the figure does not take, or if matplotlib or pandas is missing.
+        For another width, an option that the figure does not take, or if matplotlib or pandas is missing.
     TraceError
         If a trace has nothing to draw.
     """
+    least, most = WIDTHS_INCHES
+    if width is not None and not least <= width <= most:
+        raise FigureError(f"figure {name}: --width {width:g}: must be {least:g} to {most:g} (inches)")
     given = {option: value for option, value in options.items() if value is not None}
     for option in given:
         if option not in FIGURES[name].options:
@@ -82,7 +91,7 @@ def draw(name: str, traces: Sequence[Trace], **options: Any) -> list[Drawing]:
         raise FigureError(
             f"figure {name}: needs {error.name}, which is not installed: pip install matplotlib pandas"
         ) from None
-    with plotting.style():
+    with plotting.style(width or plotting.PAGE_INCHES):
         drawings: list[Drawing] = module.draw(list(traces), **given)
     return drawings
 

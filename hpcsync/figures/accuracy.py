@@ -1,10 +1,10 @@
 """Figure `accuracy`: accuracy and loss on held-out data, against time and against samples.
 
-Traces of one job with different seeds are drawn as one line: their mean, in a band from the smallest to the largest
-value. It ends where the longest of these runs ends: a run that has ended keeps its last value, and the line is dashed
-from the end of the shortest run on. Values between evaluations are interpolated linearly. A dot marks the last
-evaluation of each run, a thin line a target, a circle the evaluation at which a run first reached the target, and a
-tick its time.
+Traces of one job with different seeds are drawn as one line: their mean, in a band that is the 95 % interval of the
+mean, or with two seeds the range of the values. It ends where the longest of these runs ends: a run that has ended
+keeps its last value, and the line is thin from the end of the shortest run on. Values between evaluations are
+interpolated linearly. A dot marks the last evaluation of each run, a thin line a target, a circle the evaluation at
+which a run first reached the target, and a tick its time.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
 from hpcsync.figures import plotting
@@ -21,13 +22,12 @@ from hpcsync.figures.plotting import Drawing
 from hpcsync.trace.reader import Trace, TraceError
 
 QUANTITIES = ("accuracy", "loss")
-POINTS = 500  # points of a line, at most
 AGAINST = {"time_s": ("now_s", "time (s)"), "samples": ("samples", "samples")}
 
 
 def draw(traces: list[Trace]) -> list[Drawing]:
     """Draw the figure of these traces."""
-    groups = of_one_job(traces)
+    groups = plotting.of_one_job(traces)
     first = [group[0] for group in groups]
     looks = dict(zip(plotting.labels(first), plotting.styles(first), strict=True))
     frame = pd.concat(
@@ -40,36 +40,56 @@ def draw(traces: list[Trace]) -> list[Drawing]:
     )
     if not len(frame):
         raise TraceError(f"{traces[0].path}: nothing to draw: no evaluation has a loss or an accuracy")
-    frame = frame[["trace", "runs", "quantity", "drawn", *AGAINST, "mean", "smallest", "largest"]]
+    frame = frame[["trace", "runs", "quantity", "drawn", *AGAINST, "mean", "low", "high"]]
     frame = frame.astype({"runs": "Int64", "samples": "Int64"})
     shown = [quantity for quantity in QUANTITIES if (frame["quantity"] == quantity).any()]
-    n_columns = max(1, min(4, 120 // (12 + max(map(len, looks)))))  # columns of the legend
-    height = 0.4 + 0.17 * -(-len(looks) // n_columns) + 1.9 * len(shown)
-    figure, axes = plotting.panels(len(shown), 2, height=height, sharex="col", sharey="row")
+    figure, axes = panels(len(shown))
     for row, quantity in zip(axes, shown, strict=True):
         for axis, x in zip(row, AGAINST, strict=True):
-            panel = frame[(frame["quantity"] == quantity) & frame[x].notna()]
+            of_quantity = frame[frame["quantity"] == quantity]
+            panel = of_quantity[of_quantity[x].notna()]
+            is_log = quantity == "loss" and (of_quantity["mean"] > 0).all()
+            if is_log:
+                bottom = plotting.log_bottom(of_quantity)
+                panel = panel.assign(low=panel["low"].clip(lower=bottom))
             targets = {value for trace in first if (value := target(trace, quantity)) is not None}
             draw_panel(axis, panel, x, looks, sorted(targets))
-            if quantity == "loss" and (frame.loc[frame["quantity"] == "loss", "smallest"] > 0).all():
-                axis.set_yscale("log")
-                axis.yaxis.set_major_formatter("{x:g}")
-        row[0].set_ylabel(quantity)
+            if is_log:
+                plotting.set_log_scale(axis, bottom)
+            if quantity == "accuracy":
+                least, most = axis.get_ylim()
+                axis.set_ylim(max(least, -0.02), min(most, 1.02))  # ends of intervals may lie beyond 0 and 1
+            if x == "time_s" or plotting.is_narrow():
+                axis.set_ylabel(quantity)
     for axis, (_, x_label) in zip(axes[-1], AGAINST.values(), strict=True):
         axis.set(xlabel=x_label, xlim=(0, None))
     axes[0, 1].xaxis.set_major_formatter(EngFormatter())
-    seeds = {len(group) for group in groups}
-    n_seeds = " or ".join(map(str, sorted(seeds)))
-    how = f"mean and range of {n_seeds} seeds, dashed: some have ended; " if max(seeds) > 1 else ""
+    words = plotting.about_band(groups)
+    how = f"{words}, thin: some have ended; " if words else ""
     circles = "; circles: target reached" if (frame["drawn"] == "target").any() else ""
-    figure.legend(
-        *axes[0, 0].get_legend_handles_labels(),
-        loc="outside upper center",
-        ncols=min(n_columns, len(looks)),
-        title=f"{how}dots: the end of each run{circles}",
-        title_fontsize=7,
-    )
+    handles = axes[0, 0].get_legend_handles_labels()[0]
+    plotting.add_legend(figure, handles, f"{how}dots: the end of each run{circles}")
     return [Drawing(figure, frame)]
+
+
+def panels(n_quantities: int) -> tuple[Figure, np.ndarray]:
+    """Return a figure and its axes, shape (n_quantities, 2): against time and against samples.
+
+    Panels of a quantity share their y axis, and those of a column their x axis. In a narrow figure the panels against
+    samples stand below those against time.
+    """
+    if not plotting.is_narrow():
+        figure, axes = plotting.panels(n_quantities, 2, height=0.2 + 1.9 * n_quantities, sharex="col", sharey="row")
+        return figure, axes
+    figure, axes = plotting.panels(2 * n_quantities, height=0.4 + 2 * 1.25 * n_quantities)
+    axes = axes.reshape(2, n_quantities).T
+    for n, (time, samples) in enumerate(axes):
+        samples.sharey(time)
+        for axis, lowest in ((time, axes[-1, 0]), (samples, axes[-1, 1])):
+            if n < n_quantities - 1:
+                axis.sharex(lowest)
+                axis.tick_params(labelbottom=False)
+    return figure, axes
 
 
 def draw_panel(axis: Axes, panel: pd.DataFrame, x: str, looks: dict[str, Any], targets: list[float]) -> None:
@@ -79,12 +99,7 @@ def draw_panel(axis: Axes, panel: pd.DataFrame, x: str, looks: dict[str, Any], t
         line, dots, reached = (
             panel[(panel["trace"] == name) & (panel["drawn"] == drawn)] for drawn in ("line", "dot", "target")
         )
-        at = line[x].to_numpy(float)
-        complete = (line["runs"] == line["runs"].max()).to_numpy()
-        n_complete = int(complete.sum())
-        axis.plot(at[:n_complete], line["mean"][:n_complete], label=name, **look)
-        axis.plot(at[max(0, n_complete - 1) :], line["mean"][max(0, n_complete - 1) :], **(look | {"linestyle": "--"}))
-        axis.fill_between(at, line["smallest"], line["largest"], color=look["color"], alpha=0.18, lw=0)
+        plotting.draw_mean(axis, line.rename(columns={x: "x"}).astype({"x": float}), look, name)
         axis.plot(dots[x], dots["mean"], ".", ms=5, color=look["color"])
         axis.plot(reached[x], reached["mean"], "o", ms=6.5, mfc="none", mew=0.8, color=look["color"])
         axis.vlines(reached[x], 0, 0.06, transform=axis.get_xaxis_transform(), lw=0.8, color=look["color"])
@@ -123,15 +138,6 @@ def reached_at(run: np.ndarray, quantity: str, value: float | None) -> np.ndarra
     return run[reaches][:1]
 
 
-def of_one_job(traces: list[Trace]) -> list[list[Trace]]:
-    """Group traces whose jobs differ only in the seed and that the same engine ran."""
-    groups: dict[tuple[str, str], list[Trace]] = {}
-    for trace in traces:
-        job = trace.job.model_copy(update={"seed": 0})
-        groups.setdefault((job.to_toml(), str(trace.attributes.get("engine"))), []).append(trace)
-    return list(groups.values())
-
-
 def panel_data(group: list[Trace], quantity: str, x: str) -> pd.DataFrame:
     """Return the lines, dots and circles of a group in a panel; no rows if no evaluation has the quantity."""
     frames = [trace.frame("evaluations").rename(columns={AGAINST[x][0]: x}) for trace in group]
@@ -139,16 +145,11 @@ def panel_data(group: list[Trace], quantity: str, x: str) -> pd.DataFrame:
     runs = [frame[[x, quantity]].to_numpy(float) for frame in frames if len(frame)]
     if not runs:
         return pd.DataFrame()
-    at = np.unique(np.concatenate([run[:, 0] for run in runs]))
-    at = at[at >= max(run[0, 0] for run in runs)]
-    at = at[plotting.pick(range(len(at)), POINTS)]
-    values = np.array([np.interp(at, *run.T) for run in runs])  # beyond the end of a run its last value
-    n_running = np.sum([at <= run[-1, 0] for run in runs], axis=0)
-    spread = {"mean": values.mean(axis=0), "smallest": values.min(axis=0), "largest": values.max(axis=0)}
+    line = plotting.averaged(runs).rename(columns={"x": x}).assign(drawn="line")
+    values = ("mean", "low", "high")
     last_at, last = np.array([run[-1] for run in runs]).T
-    line = pd.DataFrame({x: at, **spread, "runs": n_running}).assign(drawn="line")
-    dots = pd.DataFrame({x: last_at, **dict.fromkeys(spread, last)}).assign(drawn="dot", runs=len(runs))
+    dots = pd.DataFrame({x: last_at, **dict.fromkeys(values, last)}).assign(drawn="dot", runs=len(runs))
     reached_x, reached = np.concatenate([reached_at(run, quantity, target(group[0], quantity)) for run in runs]).T
-    circles = pd.DataFrame({x: reached_x, **dict.fromkeys(spread, reached)}).assign(drawn="target", runs=len(runs))
+    circles = pd.DataFrame({x: reached_x, **dict.fromkeys(values, reached)}).assign(drawn="target", runs=len(runs))
     frames = [part for part in (line, dots, circles) if len(part)]
     return pd.concat(frames).assign(quantity=quantity)

@@ -1,12 +1,15 @@
 """Figure `adaptive`: choices during the run, namely k and the workers' batch sizes.
 
-The first panel shows k (contributions per update) of all traces that have one, as steps. For every trace with allocated
-batches, a panel shows the batch size of each worker.
+The first panel shows k (contributions per update) of all traces that have one, as steps. For every job with allocated
+batches, a panel shows the batch size of each worker. Traces of one job with different seeds are one line: their mean,
+in a band that is the 95 % interval of the mean, or with two seeds the range of the values. A run that has ended keeps
+its last value, and the line is thin from the end of the shortest run on.
 """
 
 from __future__ import annotations
 
 import pandas as pd
+from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from hpcsync.core.batch_sizes import sizes_at_first
@@ -17,39 +20,74 @@ from hpcsync.trace.reader import Trace, TraceError
 
 def draw(traces: list[Trace], workers: int = 8) -> list[Drawing]:
     """Draw the figure of these traces."""
-    names, looks = plotting.labels(traces), plotting.styles(traces)
-    has_k, allocating = ([trace for trace in traces if has(trace)] for has in (has_own_k, allocates_batches))
+    groups = plotting.of_one_job(traces)
+    first = [group[0] for group in groups]
+    names, looks = plotting.labels(first), plotting.styles(first)
+    has_k, allocating = ([trace for trace in first if has(trace)] for has in (has_own_k, allocates_batches))
     if not has_k and not allocating:
         raise TraceError(f"{traces[0].path}: nothing to draw: this run chooses neither k nor batch sizes, {names[0]}")
     n_panels = bool(has_k) + len(allocating)
-    figure, axes = plotting.panels(n_panels, height=0.8 + 1.7 * n_panels, sharex=True)
+    figure, axes = plotting.panels(n_panels, height=0.4 + 1.7 * n_panels, sharex=True)
     frames, rows = [], iter(axes[:, 0])
+    words = plotting.about_band([group for group in groups if has_own_k(group[0]) or allocates_batches(group[0])])
+    title = f"{words}, thin: some have ended" if words else ""
     if has_k:
         axis = next(rows)
-        for trace, name, look in zip(traces, names, looks, strict=True):
-            if has_own_k(trace):
-                steps = steps_of_k(trace)
-                axis.step(steps["now_s"], steps["k"], where="post", label=name, **look)
-                frames.append(steps.assign(trace=name))
+        for group, name, look in zip(groups, names, looks, strict=True):
+            if has_own_k(group[0]):
+                line = mean_steps([steps_of_k(trace) for trace in group], "k")
+                plotting.draw_mean(axis, line, look, name, steps="post")
+                frames.append(named(line, "k").assign(trace=name))
         axis.set(ylabel="k", ylim=(0.5, max(trace.n_workers for trace in has_k) + 0.5))
-        axis.legend(loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.1, ncols=3)
-    for trace in allocating:
-        axis, name = next(rows), names[traces.index(trace)]
-        sizes = steps_of_batches(trace)
-        shown = plotting.pick(sorted(sizes["worker"].unique()), workers)
-        for worker in shown:
-            own = sizes[sizes["worker"] == worker]
-            axis.step(own["now_s"], own["batch_size"], where="post", lw=1, label=f"worker {worker}")
+        plotting.add_legend(figure, axis.get_legend_handles_labels()[0], title)
+    each = {
+        name: plotting.pick(range(trace.n_workers), workers)
+        for name, trace in zip(names, first, strict=True)
+        if allocates_batches(trace)
+    }
+    all_shown = sorted({worker for shown in each.values() for worker in shown})
+    styles = {worker: plotting.look(n, worker_colour(n)) for n, worker in enumerate(all_shown)}
+    for group, name in zip(groups, names, strict=True):
+        if name not in each:
+            continue
+        axis = next(rows)
+        sizes = [steps_of_batches(trace) for trace in group]
+        for worker in each[name]:
+            line = mean_steps([own[own["worker"] == worker] for own in sizes], "batch_size")
+            plotting.draw_mean(axis, line, styles[worker] | {"linewidth": 1}, steps="post")
+            frames.append(named(line, "batch_size").assign(trace=name, worker=worker))
         axis.set(ylabel="samples", ylim=(0, None))
-        axis.set_title(f"batch sizes, {name}")
-        axis.legend(loc="center left", bbox_to_anchor=(1, 0.5))
-        frames.append(sizes[sizes["worker"].isin(shown)].assign(trace=name))
+        plotting.add_title(axis, f"batch sizes, {name}")
+    if allocating:
+        handles = [Line2D([], [], label=f"worker {worker}", lw=1, **style) for worker, style in styles.items()]
+        plotting.add_legend(figure, handles, "" if has_k else title, loc="outside lower center")
     for axis in axes[:, 0]:
         axis.yaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes[-1, 0].set(xlabel="time (s)", xlim=(0, None))
     frame = pd.concat(frames)
-    whole = [column for column in ("k", "worker", "batch_size") if column in frame]
-    return [Drawing(figure, frame.astype(dict.fromkeys(whole, "Int64")))]
+    columns = [column for column in COLUMNS if column in frame]
+    return [Drawing(figure, frame[columns].astype({"worker": "Int64"} if "worker" in frame else {}))]
+
+
+COLUMNS = (
+    *("trace", "runs", "now_s", "k", "k_low", "k_high"),
+    *("worker", "batch_size", "batch_size_low", "batch_size_high"),
+)
+
+
+def worker_colour(n: int) -> str:
+    """Return the colour of the n-th worker shown."""
+    return plotting.LINE_COLOURS[n % len(plotting.LINE_COLOURS)]
+
+
+def mean_steps(runs: list[pd.DataFrame], column: str) -> pd.DataFrame:
+    """Return the mean and the band of a column, whose values hold until the next row."""
+    return plotting.averaged([run[["now_s", column]].to_numpy(float) for run in runs], steps=True)
+
+
+def named(line: pd.DataFrame, column: str) -> pd.DataFrame:
+    """Return a line with the names that its columns have in the file."""
+    return line.rename(columns={"x": "now_s", "mean": column, "low": f"{column}_low", "high": f"{column}_high"})
 
 
 def has_own_k(trace: Trace) -> bool:

@@ -1,7 +1,9 @@
 """Figure `consensus`: consensus distance over time, if each worker has its own weights.
 
 It is the root mean square distance of the workers' weights from their mean, at each evaluation. On a logarithmic scale
-a distance of 0 is a gap in the line.
+a distance of 0 is a gap in the line. Traces of one job with different seeds are one line: their mean, in a band that is
+the 95 % interval of the mean, or with two seeds the range of the values; the line is thin where some of the runs have
+ended. A band that reaches below half the smallest mean leaves the panel there.
 """
 
 from __future__ import annotations
@@ -13,26 +15,38 @@ from hpcsync.figures import plotting
 from hpcsync.figures.plotting import Drawing
 from hpcsync.trace.reader import Trace, TraceError
 
+NAMES = {"x": "now_s", "mean": "consensus_distance", "low": "consensus_distance_low", "high": "consensus_distance_high"}
+
 
 def draw(traces: list[Trace]) -> list[Drawing]:
     """Draw the figure of these traces."""
-    names, looks = plotting.labels(traces), plotting.styles(traces)
-    frames = [distances(trace).assign(trace=name) for name, trace in zip(names, traces, strict=True)]
-    frame = pd.concat(frames)[["trace", "now_s", "samples", "consensus_distance"]]
-    n_columns = max(1, min(3, 90 // (12 + max(map(len, names)))))  # columns of the legend
-    height = 2.4 + 0.17 * -(-len(names) // n_columns)
-    figure, ((axis,),) = plotting.panels(1, height=height, width=plotting.PAGE_INCHES)
-    logarithmic = (frame["consensus_distance"] > 0).any()
-    for name, look, one in zip(names, looks, frames, strict=True):
-        distance = one["consensus_distance"]
-        always = ": always 0" if not distance.any() else ""
-        shown = distance.where(distance > 0) if logarithmic else distance
-        axis.plot(one["now_s"], shown, marker=".", ms=3, label=f"{name}{always}", **look)
-    if logarithmic:
-        axis.set_yscale("log")
+    groups = plotting.of_one_job(traces)
+    first = [group[0] for group in groups]
+    names = plotting.labels(first)
+    runs = [[distances(trace) for trace in group] for group in groups]
+    lines = [mean_of(of_group).assign(trace=name) for name, of_group in zip(names, runs, strict=True)]
+    figure, ((axis,),) = plotting.panels(1, height=2.4)
+    is_log = (pd.concat(lines)["mean"] > 0).any()
+    bottom = plotting.log_bottom(pd.concat(lines)) if is_log else 0.0
+    for name, look, line in zip(names, plotting.styles(first), lines, strict=True):
+        shown = line
+        if is_log:
+            shown = line.assign(mean=line["mean"].where(line["mean"] > 0), low=line["low"].clip(lower=bottom))
+        always = "" if line["mean"].any() else ": always 0"
+        plotting.draw_mean(axis, shown, {"marker": ".", "ms": 3, **look}, f"{name}{always}")
+    if is_log:
+        plotting.set_log_scale(axis, bottom)
     axis.set(xlabel="time (s)", ylabel="consensus distance", xlim=(0, None))
-    figure.legend(loc="outside upper center", ncols=min(n_columns, len(names)))
-    return [Drawing(figure, frame)]
+    plotting.add_legend(figure, axis.get_legend_handles_labels()[0], plotting.about_band(groups))
+    frame = pd.concat(lines).rename(columns=NAMES)
+    return [Drawing(figure, frame[["trace", "runs", "now_s", "samples", *list(NAMES.values())[1:]]])]
+
+
+def mean_of(runs: list[pd.DataFrame]) -> pd.DataFrame:
+    """Return the mean distance of these runs with its band, and at each point the mean number of samples."""
+    line = plotting.averaged([run[["now_s", "consensus_distance"]].to_numpy(float) for run in runs])
+    samples = plotting.averaged([run[["now_s", "samples"]].to_numpy(float) for run in runs])
+    return line.assign(samples=samples["mean"])
 
 
 def distances(trace: Trace) -> pd.DataFrame:

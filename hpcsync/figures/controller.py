@@ -1,6 +1,7 @@
 """Figure `controller`: decisions of DSSP's controller and the intervals they are based on.
 
-There is one figure per trace and one row per worker that asked the controller. Each decision shows the best number of
+There is one figure per trace, also of traces that differ only in the seed, since decisions of two runs have no common
+times. It has one row per worker that asked the controller. Each decision shows the best number of
 extra iterations (r*) and the credits granted; a stem joins them where s_U reduced the credits.
 """
 
@@ -51,8 +52,9 @@ def draw_one(trace: Trace, name: str, tail: str, workers: int) -> Drawing:
     shown = plotting.pick(asked, workers)
     if len(shown) < len(asked):
         name += f": {len(shown)} of the {len(asked)} workers that asked"
+    name = plotting.wrapped(name, plotting.width_inches() - plotting.MARGIN_INCHES, weight="bold")
     figure, axes = plotting.panels(
-        len(shown), 2, height=0.8 + max(0.75, 1.7 - 0.3 * len(shown)) * len(shown), sharex=True, sharey="col"
+        len(shown), 2, height=0.9 + max(0.75, 1.7 - 0.3 * len(shown)) * len(shown), sharex=True, sharey="col"
     )
     frames = []
     own = {"color": trace.job.paradigm.colour}
@@ -65,8 +67,8 @@ def draw_one(trace: Trace, name: str, tail: str, workers: int) -> Drawing:
         extra.plot(now_s, rows["r_star_iters"], "o", ms=4.5, mfc="none", mec=plotting.GREY, mew=0.7, label="r* found")
         extra.plot(now_s, rows["credits_iters"], ".", ms=5, **own, label="credits granted")
         cross = {"marker": "x", "ls": "", "ms": 3.5, "mew": 0.8, "color": "black"}
-        intervals.plot(now_s, rows["slowest_interval_s"], **cross, label="slowest worker")
-        intervals.plot(now_s, rows["interval_s"], ".", ms=5, **own, label="this worker")
+        intervals.plot(now_s, rows["slowest_interval_s"], **cross, label="slowest worker's interval")
+        intervals.plot(now_s, rows["interval_s"], ".", ms=5, **own, label="this worker's interval")
         extra.set_ylabel(f"worker {worker}")
     top = trace.job.paradigm.credits_max
     assert top is not None
@@ -77,9 +79,9 @@ def draw_one(trace: Trace, name: str, tail: str, workers: int) -> Drawing:
     axes[0, 1].set_title("interval (s)", fontweight="normal")
     for axis, column in zip(axes[0], axes.T, strict=True):
         axis.set_xlim(left=0)
+        axis.xaxis.set_major_locator(MaxNLocator(4 if plotting.is_narrow() else 6))
         column[-1].set_xlabel("time (s)")
-        axis.legend(
-            loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0.1, ncols=2, handletextpad=0.2, handlelength=1.2
-        )
+    handles = [handle for axis in axes[0] for handle in axis.get_legend_handles_labels()[0]]
+    plotting.add_legend(figure, handles, loc="outside lower center", handlelength=1.2)
     figure.suptitle(name, fontsize=8, fontweight="bold", x=0.01, ha="left")
     return Drawing(figure, pd.concat(frames).astype(dict.fromkeys(WHOLE, "Int64")), tail)

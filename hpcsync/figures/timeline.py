@@ -3,7 +3,8 @@
 With servers a row shows their updates as ticks. Markers show deaths, returns, leaves, reports of stalls and decisions
 of controllers, on the row of the worker that the trace names; a dashed line through all rows is a switch of paradigm.
 Where a wait of at least a hundredth of the window ends, an arrow leads from the worker that waited to the one that it
-waited for.
+waited for. There is one panel per trace, also of traces that differ only in the seed, since each run has a
+course of its own.
 
 Computation and waits are drawn as recorded. With servers the trace holds one transfer time per iteration, the sum of
 reading the weights before it and pushing the gradient after it. Both move the model once, so half of the time is drawn
@@ -53,7 +54,7 @@ def draw(traces: list[Trace], workers: int = 16, from_s: float = 0.0, to_s: floa
             raise TraceError(f"{trace.path}: {what} to draw in this window: choose --from and --to")
     figure, axes = plotting.panels(
         len(frames),
-        height=0.9 + sum(0.5 + 0.17 * len(place) for place in places),
+        height=0.6 + sum(0.5 + 0.17 * len(place) for place in places),
         sharex=True,
         height_ratios=[len(place) + 1 for place in places],
     )
@@ -72,13 +73,13 @@ def draw(traces: list[Trace], workers: int = 16, from_s: float = 0.0, to_s: floa
         if shown:
             window_s = f"{from_s:.4g} to {min(to_s, float(reports['end_s'].max())):.4g} s"
             notes.append(f"{name}: {window_s}: {shown} drawn; --from, --to and --workers choose the part")
-        axis.set_title(name)
-        axis.set_title(f"{shown} drawn" if shown else "", loc="right", fontsize=7, fontweight="normal")
+        title(axis, name, f"{shown} drawn" if shown else "")
         axis.set(ylabel="worker", xlim=(from_s, to_s), ylim=(len(place) - 0.4, -0.6))
         axis.set_yticks(list(place.values()), ["servers" if worker == SERVERS else worker for worker in place])
         axis.tick_params(axis="y", length=0)
         parts.append(pd.concat([frame, marks]).assign(trace=name))
     axes[-1, 0].set_xlabel("time (s)")
+    figure.align_ylabels()
     data = pd.concat(parts)
     handles = [
         Line2D([], [], marker=marker, ls="", ms=4, color="black", mfc="white", mew=0.7, label=event)
@@ -91,6 +92,16 @@ def draw(traces: list[Trace], workers: int = 16, from_s: float = 0.0, to_s: floa
     plotting.legend_of_activities(figure, data["activity"].unique(), handles)
     columns = ["trace", "worker", "iteration", "activity", "begin_s", "end_s"]
     return [Drawing(figure, data[columns].astype({"iteration": "Int64"}), notes=tuple(notes))]
+
+
+def title(axis: Axes, name: str, part: str) -> None:
+    """Set the title of a panel; the part of the run that is drawn is at its right, or follows if there is no room."""
+    room = plotting.width_inches() - 0.7 - plotting.text_inches(name, weight="bold")
+    if plotting.text_inches(part, 7) < room - 0.2:
+        axis.set_title(name)
+        axis.set_title(part, loc="right", fontsize=7, fontweight="normal")
+    else:
+        plotting.add_title(axis, f"{name}: {part}" if part else name)
 
 
 def place_of(trace: Trace, workers: int) -> dict[int, int]:

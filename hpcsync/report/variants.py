@@ -95,15 +95,18 @@ class Variants(NamedTuple):
     remarks: tuple[str, ...]
 
 
+def half_widths(values: np.ndarray) -> np.ndarray:
+    """Return half the width of Student's 95 % interval of the mean over the first axis, which has at least 2 values."""
+    from scipy.stats import t
+
+    errors = np.std(values, axis=0, ddof=1) / math.sqrt(len(values))
+    return np.asarray(t.ppf(0.5 + LEVEL / 2, len(values) - 1) * errors)
+
+
 def estimate(values: Sequence[float]) -> Estimate:
     """Return the mean of finite values with the half width of Student's 95 % interval."""
     mean = float(np.mean(values))
-    if len(values) < LEAST_SEEDS:
-        return Estimate(mean, None)
-    from scipy.stats import t
-
-    error = float(np.std(values, ddof=1)) / math.sqrt(len(values))
-    return Estimate(mean, float(t.ppf(0.5 + LEVEL / 2, len(values) - 1)) * error)
+    return Estimate(mean, None if len(values) < LEAST_SEEDS else float(half_widths(np.array(values, float))))
 
 
 def paired(times: Mapping[int, float], reference: Mapping[int, float]) -> Estimate | None:

@@ -92,7 +92,7 @@ def test_staleness_counts_applied_pushes_only(tmp_path):
 
 
 def test_wide_histograms_have_bins_of_whole_updates():
-    bars = staleness.histogram(pd.Series([0, 1, 2, 3, 119]))
+    bars = staleness.histogram([pd.Series([0, 1, 2, 3, 119])])[["staleness_updates", "bin_updates", "share"]]
     assert bars["bin_updates"].unique().tolist() == [2]
     assert bars[bars["share"] > 0].values.tolist() == [[0.5, 2, 0.4], [2.5, 2, 0.4], [118.5, 2, 0.2]]
 
@@ -281,10 +281,10 @@ def test_accuracy_is_averaged_over_seeds_up_to_the_end_of_the_longest_run(tmp_pa
     # Accuracies 0.8 and 0.9 at 10 and 20 s, and at 15 and 30 s: both are known from 15 s on, the first ends at 20 s.
     expected = [[15, 0.825, 0.8, 0.85], [20, (0.9 + 0.8 + 0.1 / 3) / 2, 0.8 + 0.1 / 3, 0.9], [30, 0.9, 0.9, 0.9]]
     assert line["runs"].tolist() == [2, 2, 1]
-    assert np.allclose(line[["time_s", "mean", "smallest", "largest"]].values, expected, rtol=1e-15)
+    assert np.allclose(line[["time_s", "mean", "low", "high"]].values, expected, rtol=1e-15)
     assert dots[["time_s", "mean"]].values.tolist() == [[20, 0.9], [30, 0.9]]
     samples = frame[frame["samples"].notna() & (frame["drawn"] == "line")]
-    assert samples[["samples", "mean", "smallest", "largest"]].values.tolist() == [
+    assert samples[["samples", "mean", "low", "high"]].values.tolist() == [
         [40, 0.8, 0.8, 0.8],
         [80, 0.9, 0.9, 0.9],
     ]
@@ -672,5 +672,5 @@ def test_accuracy_marks_when_each_run_reached_the_target(tmp_path):
     (never,) = accuracy.draw([with_target(trace, target_accuracy=0.99999) for trace in runs])
     assert not (never.data["drawn"] == "target").any()
     assert "circles" not in never.figure.legends[0].get_title().get_text()
-    shortest = "mean and range of 2 seeds, dashed: some have ended"
+    shortest = "mean and range of 2 seeds, thin: some have ended"
     assert shortest in never.figure.legends[0].get_title().get_text()
