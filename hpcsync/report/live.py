@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict
 
+from hpcsync.config.errors import printable
 from hpcsync.trace.schema import Change, Outcome, Phase
 
 VERSION = 1  # of the file's layout
@@ -18,6 +19,7 @@ WINDOWS = 6  # parts of it, whose rates give the interval of the time left
 MANY_STALLS = 3
 PHASES = {int(phase): phase.name.lower() for phase in Phase}
 PARTS = ("load", "compute", "wait", "comm")  # of a worker's time
+Text = Annotated[str, AfterValidator(printable)]  # the file may be anybody's
 
 
 class Decision(BaseModel):
@@ -25,11 +27,11 @@ class Decision(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    controller: str
+    controller: Text
     worker: int
     chosen: float | None
     now_s: float
-    inputs: dict[str, float]
+    inputs: dict[Text, float]
 
 
 class Stall(BaseModel):
@@ -41,7 +43,7 @@ class Stall(BaseModel):
     iteration: int
     now_s: float
     lasted_s: float
-    phase: str
+    phase: Text
 
 
 class Workers(BaseModel):
@@ -63,8 +65,8 @@ class Workers(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    host: tuple[str, ...]
-    state: tuple[str, ...]
+    host: tuple[Text, ...]
+    state: tuple[Text, ...]
     iteration: tuple[int, ...]
     lead: tuple[int | None, ...]
     staleness: tuple[float | None, ...]
@@ -101,10 +103,10 @@ class Status(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     version: int = VERSION
-    name: str
-    paradigm: str
+    name: Text
+    paradigm: Text
     n_servers: int
-    status: str
+    status: Text
     written_s: float
     every_s: float
     now_s: float
@@ -113,11 +115,11 @@ class Status(BaseModel):
     samples_per_s: float | None
     loss: float | None
     accuracy: float | None
-    target: str | None
+    target: Text | None
     share: float | None
     left_s: tuple[float, float, float] | None
     lead_bound: float | None
-    bound: str
+    bound: Text
     decisions: tuple[Decision, ...]
     stalls: tuple[Stall, ...]
     workers: Workers

@@ -221,7 +221,8 @@ def opened(path: str | Path, slice_rows: int = SLICE_ROWS) -> Iterator[TraceFile
     path = trace_path(path)
     with _open(path, "r") as file:
         with _reporting_damage(path):
-            attributes = {name: _plain(value) for name, value in file.attrs.items() if name != "flushed_rows"}
+            attributes = {name: _shown(name, _plain(value)) for name, value in file.attrs.items()}
+            attributes.pop("flushed_rows", None)
             _check_attributes(attributes)
             n_rows = {table: _n_rows(file, table, attributes["format_version"]) for table in TABLES}
         yield TraceFile(path, attributes, file, n_rows, slice_rows)
@@ -398,6 +399,13 @@ def _plain(value: Any) -> Any:
     if isinstance(value, bytes):
         return value.decode("utf-8", errors="replace")
     return value.item() if isinstance(value, np.generic) else value
+
+
+def _shown(name: str, value: Any) -> Any:
+    """Return an attribute's value with control characters escaped in text, which readers print; the job is parsed."""
+    if isinstance(value, list):
+        return [_shown(name, item) for item in value]
+    return printable(value) if isinstance(value, str) and name != "job" else value
 
 
 def _first_line(error: BaseException) -> str:

@@ -91,5 +91,5 @@ def test_other_ends_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         return hostile_jobs.outcome(path, ())
 
     assert ends(JobError("seed = x: must be a number")) == "refused"
-    assert ends(JobError("two\nlines")) == r"MESSAGE: 'two\nlines'"
+    assert ends(JobError("x" * 3000)).startswith("MESSAGE: 'xxx")
     assert ends(KeyError("seed")).startswith("KEYERROR in test_hostile.py:")
