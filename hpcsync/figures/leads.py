@@ -51,7 +51,7 @@ def draw(traces: list[Trace]) -> list[Drawing]:
     axes[-1, 0].set(xlabel="time (s)", xlim=(0, None))
     figure.supylabel("iterations ahead of the slowest", fontsize=8)
     words = plotting.about_band(groups)
-    plotting.add_note(figure, words and f"points: pushes of all seeds; lines: the largest of these, {words}")
+    plotting.add_note(figure, words and f"points: pushes of all seeds; lines: largest of consecutive pushes, {words}")
     frame = pd.concat(frames).astype(dict.fromkeys(("worker", "bound_iters", "runs"), "Int64"))
     return [Drawing(figure, frame[["trace", "drawn", "worker", "runs", *NAMES.values(), "bound_iters"]])]
 

@@ -2,7 +2,7 @@
 
 Workers wait for grants, or for each other in a run without servers. Traces of one job with different seeds share a
 panel: bars are the mean shares, and the whisker at the end of each part is the 95 % interval of its mean share, or with
-two seeds the range.
+two seeds the range; it is cut at 100 %.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from hpcsync import bench
+from hpcsync import bench, figures
 from hpcsync.cli.app import app
 from hpcsync.config import job as jobs
 from hpcsync.core.job_validation import check
@@ -248,3 +248,28 @@ def test_the_reference_describes_every_key_option_and_table(monkeypatch: pytest.
 def test_the_page_about_benchmarks_shows_each_target(target):
     """Its table is generated, which fails if docs/benchmarks.json lacks the target."""
     assert f"```{{include}} _generated/benchmarks-{target}.md" in (ROOT / "docs/benchmarks.md").read_text("utf-8")
+
+
+def lacking(page: str, folder: Path) -> set[str]:
+    """The figures that lack a section with a command of theirs and an image in this folder."""
+    sections = dict(re.findall(r"^## `([a-z]+)`$(.*?)(?=^## |\Z)", page, flags=re.MULTILINE | re.DOTALL))
+    complete = set()
+    for name, text in sections.items():
+        images = re.findall(r"^!\[[^]]{20,}\]\(\.\./_static/figures/([\w-]+\.png)\)$", text, flags=re.MULTILINE)
+        written = re.findall(rf"^hpcsync figure {name} runs/.* --out ([\w-]+\.png)$", text, flags=re.MULTILINE)
+        if images and images == written and all((folder / image).is_file() for image in images):
+            complete.add(name)
+    return set(figures.FIGURES) - complete
+
+
+def test_the_page_about_figures_shows_each_of_them_with_its_command(tmp_path: Path) -> None:
+    page = (ROOT / "docs/reference/figures.md").read_text(encoding="utf-8")
+    folder = ROOT / "docs/_static/figures"
+    assert lacking(page, folder) == set()
+    assert lacking(page, tmp_path) == set(figures.FIGURES), "control: no image exists there"
+    assert lacking(page.replace("figure leads runs", "figure staleness runs"), folder) == {"leads"}, "control"
+    assert lacking(page.replace("_static/figures/leads.png", "_static/figures/waiting.png"), folder) == {"leads"}
+    named = set(re.findall(r"_static/figures/([\w-]+\.png)", page))
+    sizes = {image.name: image.stat().st_size for image in folder.iterdir()}
+    assert sizes.keys() == named
+    assert max(sizes.values()) < 100_000 and sum(sizes.values()) < 500_000
