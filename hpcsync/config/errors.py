@@ -19,10 +19,13 @@ def printable(text: str) -> str:
 
 
 class JobError(Exception):
-    """Error of the user; the message is one line. It is not a ValueError, so pydantic does not wrap it."""
+    """Error of the user; the message is one line. It is not a ValueError, so pydantic does not wrap it.
+
+    Words of more than 400 characters, such as keys and values of a damaged file, are shortened.
+    """
 
     def __init__(self, message: str) -> None:
-        super().__init__(printable(message))
+        super().__init__(re.sub(r"\S{400,}", lambda word: word[0][:60] + "...", printable(message)))
 
 
 # Words of pydantic, and their replacements.

@@ -66,8 +66,9 @@ def test_a_hostile_file(tmp_path: Path, text: str, says: str) -> None:
         (f"seed={'9' * 5000}", "at most 64 bits"),
         (f"stop.updates={'9' * 30}", "stop.updates = 9999"),
         (f"stop.updates={'[' * 5000}", "stop.updates"),
+        (f"stop.{'9' * 3000}=1", "stop.99999"),
     ],
-    ids=range(4),
+    ids=range(5),
 )
 def test_a_hostile_override(tmp_path: Path, override: str, says: str) -> None:
     assert says in refused(tmp_path, JOB, override)
@@ -91,5 +92,5 @@ def test_other_ends_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         return hostile_jobs.outcome(path, ())
 
     assert ends(JobError("seed = x: must be a number")) == "refused"
-    assert ends(JobError("x" * 3000)).startswith("MESSAGE: 'xxx")
+    assert ends(JobError("x " * 3000)).startswith("MESSAGE: 'x x")
     assert ends(KeyError("seed")).startswith("KEYERROR in test_hostile.py:")
