@@ -7,6 +7,7 @@ decisions to replay; peers are drawn again from the seed (`peers`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -77,8 +78,10 @@ def render(checks: list[Check]) -> RenderableType:
     return table
 
 
-def main(path: str | Path, console: Console | None = None) -> int:
-    """Audit one file and print the result.
+def main(
+    path: str | Path, console: Console | None = None, further: Callable[[Trace], list[Check]] = lambda trace: []
+) -> int:
+    """Audit one file and print the result. If all checks have passed, the further ones are made.
 
     Returns
     -------
@@ -89,6 +92,8 @@ def main(path: str | Path, console: Console | None = None) -> int:
     try:
         trace = reader.load(path)
         checks = audit(trace)
+        if all(check.passed for check in checks):
+            checks += further(trace)
     except TraceError as error:
         Console(stderr=True).print(f"hpcsync audit: {error}", highlight=False, markup=False, soft_wrap=True)
         return 2

@@ -176,15 +176,25 @@ def show(
 
 
 @app.command()
-def audit(trace: TracePath) -> None:
+def audit(
+    trace: TracePath,
+    recompute: Annotated[
+        bool,
+        typer.Option(
+            "--recompute",
+            help="Train again on one core as the trace says, and compare losses, evaluations and weights. Imports "
+            "a workload of one's own.",
+        ),
+    ] = False,
+) -> None:
     """Audit a trace.
 
     Replay its pushes through a new paradigm, compare every grant, and check the invariants.
     """
-    from hpcsync.audit import trace_audit as auditing
+    from hpcsync.cli import audit as command
 
     with user_errors_in_one_line():
-        sys.exit(auditing.main(trace))
+        sys.exit(command.main(trace, recompute=recompute))
 
 
 @app.command(cls=JobCommand)

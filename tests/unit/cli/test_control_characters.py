@@ -40,11 +40,12 @@ def run(tmp_path):
     workers = live.Workers.model_construct(
         **{name: ((ESCAPE,) if name in ("host", "state") else (0,)) for name in live.Workers.model_fields}
     )
+    decision = live.Decision.model_construct(controller=ESCAPE, worker=0, chosen=1.0, now_s=0.5, inputs={ESCAPE: 1.0})
     status = live.Status.model_construct(
         name=ESCAPE, paradigm=ESCAPE, n_servers=1, status="running", written_s=0.0, every_s=1.0, now_s=1.0, updates=1,
         samples=1, samples_per_s=1.0, loss=None, accuracy=None, target=ESCAPE, share=None, left_s=None, lead_bound=None,
         bound=ESCAPE, stalls=(), workers=workers,
-        decisions=(live.Decision.model_construct(controller=ESCAPE, worker=0, chosen=1.0, now_s=0.5, inputs={ESCAPE: 1.0}),),
+        decisions=(decision,),
     )  # fmt: skip
     (run / "status.json").write_text(status.model_dump_json())
     return run

@@ -1,0 +1,29 @@
+"""Command `hpcsync audit`: the checks of a trace, and those of a recomputation."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from hpcsync.audit import trace_audit
+
+
+def main(path: Path, *, recompute: bool) -> int:
+    """Audit a trace and print the result; return the exit status, 2 also if it cannot be recomputed."""
+    if not recompute:
+        return trace_audit.main(path)
+    from hpcsync.simulator import recompute as again
+    from hpcsync.trace.reader import Trace, load
+    from hpcsync.workloads.registry import user_code
+
+    def checks(trace: Trace) -> list[trace_audit.Check]:
+        if (code := user_code(trace.job)) is not None:
+            print(f"importing the workload from {code}", flush=True)
+        return again.recompute(trace, say=lambda line: print(line, flush=True))
+
+    try:
+        again.check_determined(load(path))
+        return trace_audit.main(path, further=checks)
+    except again.NotRecomputed as error:
+        print(f"hpcsync: {path}: cannot be recomputed: {error}", file=sys.stderr)
+        return 2

@@ -1,0 +1,185 @@
+"""Recomputation of runs from their traces: all bits again, and what differs is found."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from hpcsync.audit.trace_audit import audit
+from hpcsync.cli.app import app
+from hpcsync.config.job import Job
+from hpcsync.simulator.recompute import EVALUATIONS, LOSSES, WEIGHTS, NotRecomputed, recompute
+from hpcsync.simulator.simulate import simulate
+from hpcsync.trace.reader import Trace, load
+from hpcsync.training.parameter_store import Store
+from tests.unit.jobs import make_job
+from tests.unit.simulator.running import PARADIGMS, WITHOUT_SERVER
+from tests.unit.trace.recorder import edit, with_rows
+
+SERVED: list[dict[str, Any]] = [
+    *PARADIGMS,
+    {"name": "asp", "compensation": "constant"},
+    {"name": "k-sync", "k": 2, "cancel": "abort"},
+    {"name": "k-batch-sync", "k": 2},
+    {"name": "k-async", "k": "min", "staleness_max": 2},
+    {"name": "async-diloco", "steps": 3, "quorum": 2, "grace_s": 0.5},
+    {"name": "sync-switch", "share": 0.5, "then": {"name": "asp"}},
+    {"name": "adsp", "check_period_s": 3.0, "interval_min_s": 0.5, "search_every_s": 10.0},
+]
+IN_STEP = [
+    each for each in WITHOUT_SERVER if each["name"] in ("allreduce", "local-sgd") or each.get("mode") == "permutation"
+]
+
+
+def job(paradigm: dict[str, Any], **tables: Any) -> Job:
+    """Return a job of three workers, the slowest of which takes twice as long as the fastest."""
+    compute = {"model": "lognormal", "seconds": [1.0, 1.3, 2.1], "jitter": 0.2}
+    return make_job(
+        **{
+            "workload": {"name": "linear", "batch_size": 8, "features": 11, "samples": 200},
+            "optimizer": {"name": "sgd", "lr": 0.02, "momentum": 0.5},
+            "stop": {"samples": 800},
+            "evaluation": {"every_samples": 100},
+            "paradigm": paradigm,
+            "cluster": {"workers": 3, "compute": compute},
+            **tables,
+        }
+    )
+
+
+def trained(folder: Path, this: Job) -> Trace:
+    assert simulate(this, folder / "run", Console(quiet=True)) == 0
+    trace = load(folder / "run")
+    assert [check.name for check in audit(trace) if not check.passed] == []
+    return trace
+
+
+def found(trace: Trace) -> dict[str, str]:
+    """Return the names of all checks, with "bit by bit" or another detail."""
+    return {check.name: check.detail if check.passed else f"FAILED: {check.detail}" for check in recompute(trace)}
+
+
+ALL_BITS = dict.fromkeys((LOSSES, EVALUATIONS, WEIGHTS), "bit by bit")
+
+
+@pytest.mark.parametrize("paradigm", [*SERVED, *IN_STEP], ids=str)
+def test_every_bit_follows_from_the_trace(tmp_path: Path, paradigm: dict[str, Any]) -> None:
+    optimizer = {} if paradigm["name"] != "asp" else {"optimizer": {"name": "sgd", "lr": 0.02}}
+    assert found(trained(tmp_path, job(paradigm, **optimizer))) == ALL_BITS
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {"stop": {"seconds": 21.7}},
+        {"stop": {"samples": 10**6, "target_loss": 1.0}},
+        {"compression": {"name": "top-k", "ratio": 0.3}},
+        {"batches": {"policy": "equal-finish", "interval": 2, "predictor": "last"}},
+        {"cluster": {"workers": 3, "servers": 2, "compute": {"model": "constant", "seconds": [1.0, 1.3, 2.1]}}},
+        {"workload": {"name": "digits", "batch_size": 16}, "stop": {"samples": 500}},
+    ],
+    ids=str,
+)
+def test_however_the_run_is_set(tmp_path: Path, tables: dict[str, Any]) -> None:
+    assert found(trained(tmp_path, job({"name": "ssp", "staleness": 1}, **tables))) == ALL_BITS
+
+
+def test_a_worker_that_leaves(tmp_path: Path) -> None:
+    events = [{"change": "leave", "worker": 1, "at_s": 9.0}]
+    compute = {"model": "constant", "seconds": [1.0, 1.3, 2.1]}
+    this = job({"name": "bsp"}, cluster={"workers": 3, "compute": compute, "events": events})
+    assert found(trained(tmp_path, this)) == ALL_BITS
+
+
+# ---- controls ----
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Trace:
+    return trained(tmp_path_factory.mktemp("asp"), job({"name": "asp"}))
+
+
+def test_another_loss_is_found(trace: Trace) -> None:
+    loss = trace.tables["pushes"]["loss"][20]
+    changed = found(edit(trace, "pushes", 20, loss=1.01 * loss))
+    row = trace.tables["pushes"][20]
+    assert changed[LOSSES].startswith(
+        f"FAILED: loss of worker {row['worker']}, iteration {row['iteration']} is {1.01 * loss}, recomputed {loss} "
+    )
+    assert changed[EVALUATIONS] == changed[WEIGHTS] == "bit by bit"
+    assert found(edit(trace, "pushes", 20, loss=loss * (1 + 1e-9)))[LOSSES] == "1 of 102 differ by rounding"
+
+
+def test_another_evaluation_is_found(trace: Trace) -> None:
+    loss = trace.tables["evaluations"]["loss"][3]
+    assert found(edit(trace, "evaluations", 3, loss=0.5 * loss))[EVALUATIONS].startswith("FAILED: loss of version ")
+
+
+def test_other_weights_are_found(trace: Trace, tmp_path: Path) -> None:
+    weights = load_file(trace.path.parent / "weights.safetensors")
+    folder = tmp_path / "other"
+    folder.mkdir()
+    moved = dataclasses.replace(trace, path=folder / "trace.h5")
+    name = next(iter(weights))
+    for factor, expected in ((1.01, f"FAILED: {name}: differs by up to "), (1 + 1e-6, "1 of 11 differ by rounding")):
+        weights[name].view(-1)[0] *= factor
+        save_file(weights, folder / "weights.safetensors")
+        assert found(moved)[WEIGHTS].startswith(expected)
+        weights[name].view(-1)[0] /= factor
+    del weights[name]
+    save_file(weights, folder / "weights.safetensors")
+    assert found(moved)[WEIGHTS] == f"FAILED: weights.safetensors: {name}: missing"
+
+
+def test_another_order_of_updates_is_found(trace: Trace) -> None:
+    """Two pushes of different workers in each other's place: the audit's counts agree, the arithmetic does not."""
+    rows = trace.tables["pushes"].copy()
+    applied = next(i for i in range(10, 40) if rows["worker"][i] != rows["worker"][i + 1])
+    for column in ("worker", "iteration", "loss"):
+        rows[column][[applied, applied + 1]] = rows[column][[applied + 1, applied]]
+    assert found(with_rows(trace, "pushes", rows))[LOSSES].startswith("FAILED")
+
+
+def test_a_server_that_computes_otherwise_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every decision is right, and so every other check passes."""
+    apply = Store.apply
+
+    def half(self: Store, workers: Any, lr: float, *others: Any) -> None:
+        apply(self, workers, 0.5 * lr, *others)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "apply", half)
+        wrong = trained(tmp_path, job({"name": "asp"}))
+    assert all(text.startswith("FAILED") for text in found(wrong).values())
+
+
+@pytest.mark.parametrize(
+    ("tables", "says"),
+    [
+        ({"paradigm": {"name": "gossip", "mode": "pull"}}, "it depends on when models arrived"),
+        ({"workload": {"name": "timing", "batch_size": 8}}, "its workload has no arithmetic"),
+        ({"paradigm": {"name": "allreduce"}, "batches": {"policy": "equal-finish"}}, "batches are allocated"),
+    ],
+    ids=str,
+)
+def test_what_does_not_follow_is_refused(tmp_path: Path, tables: dict[str, Any], says: str) -> None:
+    this = job(**{"paradigm": {"name": "bsp"}, **tables})
+    with pytest.raises(NotRecomputed, match=says):
+        recompute(trained(tmp_path, this))
+
+
+def test_the_command(trace: Trace, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["audit", str(trace.path.parent), "--recompute"])
+    assert result.exit_code == 0
+    assert all(name in result.stdout for name in ALL_BITS)
+    assert "all 35 checks passed" in result.stdout
+    gossip = trained(tmp_path, job({"name": "gossip", "mode": "pull"}))
+    result = CliRunner().invoke(app, ["audit", str(gossip.path), "--recompute"])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"hpcsync: {gossip.path}: cannot be recomputed: under gossip")
+    assert torch.get_num_threads() == 1
