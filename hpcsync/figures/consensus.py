@@ -33,7 +33,8 @@ def draw(traces: list[Trace]) -> list[Drawing]:
         if is_log:
             shown = line.assign(mean=line["mean"].where(line["mean"] > 0), low=line["low"].clip(lower=bottom))
         always = "" if line["mean"].any() else ": always 0"
-        plotting.draw_mean(axis, shown, {"marker": ".", "ms": 3, **look}, f"{name}{always}")
+        alone = {"marker": "."} if len(line) == 1 else {}  # a line of one point is not visible
+        plotting.draw_mean(axis, shown, look | alone, f"{name}{always}")
     if is_log:
         plotting.set_log_scale(axis, bottom)
     axis.set(xlabel="time (s)", ylabel="consensus distance", xlim=(0, None))

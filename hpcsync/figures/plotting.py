@@ -169,11 +169,13 @@ def mean_and_band(values: np.ndarray) -> Band:
 def about_band(groups: Sequence[Sequence[Trace]]) -> str:
     """Return in words what lines and bands of these groups of traces are; "" if each has one seed."""
     sizes = sorted({len(group) for group in groups})
+    each_once = all(len({trace.job.seed for trace in group}) == len(group) for group in groups)
+    what = "seeds" if each_once else "runs"
     few, many = [n for n in sizes if 1 < n < LEAST_SEEDS], [n for n in sizes if n >= LEAST_SEEDS]
     if not many:
-        return f"mean and range of {few[0]} seeds" if few else ""
+        return f"mean and range of {few[0]} {what}" if few else ""
     exception = f" (range of {few[0]})" if few else ""
-    return f"mean and {100 * LEVEL:g}\N{NO-BREAK SPACE}% interval of {' or '.join(map(str, many))} seeds{exception}"
+    return f"mean and {100 * LEVEL:g}\N{NO-BREAK SPACE}% interval of {' or '.join(map(str, many))} {what}{exception}"
 
 
 def averaged(runs: Sequence[np.ndarray], *, steps: bool = False, most: int = LINE_POINTS) -> pd.DataFrame:
@@ -287,12 +289,13 @@ def set_log_scale(axis: Axes, bottom: float) -> None:
     axis.set_yscale("log")
     axis.yaxis.set_major_formatter("{x:g}")
     axis.set_ylim(bottom=bottom)
-    axis.yaxis.set_minor_formatter(two_or_five if axis.get_ylim()[1] < 30 * bottom else NullFormatter())
+    ratio = axis.get_ylim()[1] / bottom
+    axis.yaxis.set_minor_formatter("{x:g}" if ratio < 4 else minor_tick if ratio < 30 else NullFormatter())
 
 
-def two_or_five(value: float, _: object = None) -> str:
-    """Format a tick between powers of ten if its first digit is 2 or 5; else it has no label."""
-    return f"{value:g}" if f"{value:e}"[0] in "25" else ""
+def minor_tick(value: float, _: object = None) -> str:
+    """Format a tick between powers of ten if its first digit is 2, 3 or 5; else it has no label."""
+    return f"{value:g}" if f"{value:e}"[0] in "235" else ""
 
 
 def draw_whiskers(axis: Axes, at: Any, low: Any, high: Any, rows: Any) -> None:

@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pandas as pd
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from scipy import stats
 
 from hpcsync import figures
@@ -108,12 +109,16 @@ def test_a_failed_run_is_not_averaged_with_finished_ones():
 
 
 def test_the_numbers_of_seeds_are_named():
+    trace = record("bsp", updates=4)
+
     def about(*sizes):
-        return plotting.about_band([[None] * n for n in sizes]).replace("\N{NO-BREAK SPACE}", " ")
+        groups = [[with_seed(trace, seed) for seed in range(n)] for n in sizes]
+        return plotting.about_band(groups).replace("\N{NO-BREAK SPACE}", " ")
 
     assert about(1, 1) == ""
     assert about(1, 2) == "mean and range of 2 seeds"
     assert about(5, 3, 2) == "mean and 95 % interval of 3 or 5 seeds (range of 2)"
+    assert plotting.about_band([[trace, trace]]) == "mean and range of 2 runs", "of one seed, on real ranks"
 
 
 def test_each_seed_has_a_panel_or_a_figure_of_its_own_where_runs_have_no_common_course():
@@ -166,9 +171,29 @@ def test_the_band_of_a_logarithmic_axis_leaves_the_panel_below():
     assert plotting.log_bottom(lines.assign(low=[0.9, 0.3])) == pytest.approx(0.285)
 
 
+@pytest.mark.parametrize(
+    ("bottom", "top", "expected"),
+    [
+        (0.013, 0.03, {"0.02", "0.03"}),
+        (0.05, 1.2, {"0.05", "0.1", "0.2", "0.3", "0.5", "1"}),
+        (1e-6, 1.2, {"0.0001", "0.01", "1"}),
+    ],
+)
+def test_logarithmic_axes_have_a_few_labels(bottom, top, expected):
+    figure, ((axis,),) = plotting.panels(1, height=2.0)
+    axis.plot([0, 1], [bottom, top])
+    axis.set_ylim(bottom, top)
+    plotting.set_log_scale(axis, bottom)
+    FigureCanvasAgg(figure).draw()
+    shown = [tick for which in ("major", "minor") for tick in getattr(axis.yaxis, f"get_{which}_ticks")()]
+    labels = {tick.label1.get_text() for tick in shown if bottom <= tick.get_loc() <= top} - {""}
+    assert expected <= labels and len(labels) <= 9
+
+
 def test_lines_of_an_axis_differ_in_dashes_or_markers():
     looks = [plotting.look(n, "#000000") for n in range(28)]
     assert len({(str(look["linestyle"]), look.get("marker")) for look in looks}) == len(looks)
+    assert len({str(look["linestyle"]) for look in looks}) < len(looks)  # control: dashes alone do not suffice
     trace = record("bsp")
     styles = plotting.styles([trace] * 5)  # of one colour
     assert len({(str(style["linestyle"]), style.get("marker")) for style in styles}) == 5
