@@ -111,6 +111,18 @@ class Found(NamedTuple):
     wrong: list[str]
 
 
+class Place(NamedTuple):
+    """Where runs are started: the command line there, the environment, and the folders of shared memory."""
+
+    inside: Callable[[Path, list[str]], list[str]]
+    environ: dict[str, str]
+    memories: tuple[Path, ...]
+
+    def segments(self) -> set[Path]:
+        """Return the segments of shared memory on all hosts."""
+        return {segment for memory in self.memories for segment in memory.iterdir()}
+
+
 def job(paradigm: str) -> str:
     options = PARADIGMS[paradigm]
     return JOB.format(
@@ -159,15 +171,14 @@ def gone(program: Program) -> bool:
     return program.process.poll() is not None and not program.left()
 
 
-def examined(trial: Trial, folder: Path, environ: dict[str, str], *, resumes: bool) -> Found:
+def examined(trial: Trial, folder: Path, place: Place, *, resumes: bool) -> Found:
     """Carry out a trial in this folder."""
     out, temporary = folder / "out", folder / "tmp"
     temporary.mkdir(parents=True)
     (folder / "job.toml").write_text(job(trial.paradigm))
-    environ = {**environ, "TMPDIR": str(temporary)}
-    line = hpcsync("run", "job.toml", "--out", "out")
-    memory, wrong = set(MEMORY.iterdir()), []
-    program = Program(line, folder, environ)
+    place.environ["TMPDIR"] = str(temporary)
+    memory, wrong = place.segments(), []
+    program = Program(place.inside(folder, hpcsync("run", "job.toml", "--out", "out")), folder, place.environ)
     try:
         wait(lambda: trial.step in program.out or program.process.poll() is not None, LIMIT_S)
         time.sleep(trial.delay_s)
@@ -175,6 +186,8 @@ def examined(trial: Trial, folder: Path, environ: dict[str, str], *, resumes: bo
         gone_s = wait(lambda: gone(program), LIMIT_S)
         if gone_s > GONE_S:
             wrong.append(f"gone after {gone_s:.1f} s")
+        if moment.endswith("too late") and program.process.returncode:
+            wrong.append("ended by itself")
         if left := program.left():
             wrong.append(f"processes left: {[' '.join(p.cmdline())[:80] for p in left]}")
     finally:
@@ -182,7 +195,7 @@ def examined(trial: Trial, folder: Path, environ: dict[str, str], *, resumes: bo
     status = program.status
     if names := sorted(p.name for p in temporary.iterdir()):
         wrong.append(f"temporary: {names}")
-    if names := sorted(p.name for p in set(MEMORY.iterdir()) - memory):
+    if names := sorted(str(segment) for segment in place.segments() - memory):
         wrong.append(f"segments: {names}")
     if out.exists():
         try:
@@ -196,7 +209,7 @@ def examined(trial: Trial, folder: Path, environ: dict[str, str], *, resumes: bo
     resumed = False
     if resumes and not wrong and trace not in ("finished",) and out.exists():
         resumed = True
-        wrong += after_resuming(folder, environ)
+        wrong += after_resuming(folder, place)
     if wrong:
         (folder / "said").write_text(f"{trial}\n{program.out}\n--\n{program.err}")
     return Found(moment, gone_s, status, trace, resumed, wrong)
@@ -214,7 +227,7 @@ def traced(out: Path) -> tuple[str, list[str]]:
     return trace.status, wrong + [f"audit: {found.name}" for found in audit(trace) if not found.passed]
 
 
-def after_resuming(folder: Path, environ: dict[str, str]) -> list[str]:
+def after_resuming(folder: Path, place: Place) -> list[str]:
     """Resume and finish a run; return what is wrong."""
     out, now_s = folder / "out", 0.0
     if (newest := checkpoint.newest(out)) is not None:
@@ -223,7 +236,7 @@ def after_resuming(folder: Path, environ: dict[str, str]) -> list[str]:
             (float(rows["now_s"].max()) for t in ("pushes", "exchanges") if len(rows := trace.tables[t])), default=0
         )
     line = hpcsync("run", "job.toml", "--out", "out", "--resume", "--set", f"stop.seconds={now_s + 0.5:.2f}")
-    program = Program(line, folder, environ)
+    program = Program(place.inside(folder, line), folder, place.environ)
     try:
         wait(lambda: gone(program), LIMIT_S)
         left = program.left()
@@ -255,16 +268,19 @@ def main() -> int:
     counts: collections.Counter[str] = collections.Counter()
     longest_s, bad = 0.0, 0
     with ExitStack() as stack:
-        environ = dict(os.environ)
+        place = Place(lambda cwd, line: line, dict(os.environ), (MEMORY,))
         if given.hosts:
             hosts = stack.enter_context(Hosts(given.hosts, rate="1gbit"))
-            environ["MPIEXEC"] = shlex.join(hosts.mpiexec(range(1, given.hosts + 1)))
+            numbers = range(1, given.hosts + 1)
+            environ = {**os.environ, **hosts.environ(), "MPIEXEC": shlex.join(hosts.mpiexec(numbers))}
+            memories = (Path(f"/proc/{hosts.pid(f'n{number}')}/root{MEMORY}") for number in numbers)
+            place = Place(lambda cwd, line: hosts.inside("head", cwd, line), environ, (MEMORY, *memories))
         for number in range(given.trials):
             trial = Trial.drawn(dice)
             if time.monotonic() - begin_s > given.seconds:
                 break
             here = folder / str(number)
-            found = examined(trial, here, environ, resumes=not given.no_resume)
+            found = examined(trial, here, place, resumes=not given.no_resume)
             longest_s, bad = max(longest_s, found.gone_s), bad + bool(found.wrong)
             counts.update(["trials", f"during {found.moment}", f"trace {found.trace}", *["resumed"] * found.resumed])
             counts.update(f"wrong: {wrong.split(':')[0].split(' after')[0]}" for wrong in found.wrong)

@@ -7,7 +7,8 @@ The script requests resources, and starts all ranks with one srun. Reasons for i
 - Without --kill-on-bad-exit=1 the ranks would wait forever for a rank that was killed.
 - Slurm sends SIGTERM to a preemptible job some time before its end. The ranks then write a checkpoint and end with
   status 75, and the script, which receives no signal, requeues the job: Slurm itself requeues only a job that is still
-  running when its time is over.
+  running when its time is over. If a rank was killed, such as for want of memory, the status is above 128; what killed
+  it may kill it again, so the script requeues the job only if it has been queued fewer times than a limit.
 - The ranks of a heterogeneous job are one world if one srun starts them; each kind of node has its own number of
   threads.
 """
@@ -25,6 +26,7 @@ from hpcsync.config import job as jobs
 from hpcsync.config.errors import JobError, printable
 from hpcsync.system import launcher
 
+MOST_RESTARTS = 10  # after which a job of which a rank was killed is not queued again
 WARNING_S = 120  # SIGTERM is sent this long before the time limit of a preemptible job; Slurm may be a minute early
 
 
@@ -186,5 +188,7 @@ def _program(path: Path, overrides: Sequence[str], asked: BatchRequest, n_kinds:
             options = f'--het-group={i} --cpus-per-task="{threads}" --export="ALL,OMP_NUM_THREADS={threads}"'
             lines.append(f'    {options} "${{run[@]}}"' + (" : \\" if i < n_kinds - 1 else ""))
     if asked.preemptible:
-        lines += ["status=$?", '[ $status -eq 75 ] && scontrol requeue "$SLURM_JOB_ID"', "exit $status"]
+        killed = f'[ $status -gt 128 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {MOST_RESTARTS} ]'
+        again = f"if [ $status -eq 75 ] || {{ {killed}; }}; then"
+        lines += ["status=$?", again, '    scontrol requeue "$SLURM_JOB_ID"', "fi", "exit $status"]
     return lines
