@@ -15,5 +15,7 @@ export OMP_NUM_THREADS="$SLURM_CPUS_PER_TASK"
 srun --mpi=pmix --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \
     python -m mpi4py -m hpcsync run jobs/digits-asp.toml -n "$SLURM_NTASKS" --out "runs/$SLURM_JOB_NAME-$SLURM_JOB_ID" --resume
 status=$?
-[ $status -eq 75 ] && scontrol requeue "$SLURM_JOB_ID"
+if [ $status -eq 75 ] || { [ $status -gt 2 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt 10 ]; }; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
 exit $status

@@ -7,8 +7,9 @@ The script requests resources, and starts all ranks with one srun. Reasons for i
 - Without --kill-on-bad-exit=1 the ranks would wait forever for a rank that was killed.
 - Slurm sends SIGTERM to a preemptible job some time before its end. The ranks then write a checkpoint and end with
   status 75, and the script, which receives no signal, requeues the job: Slurm itself requeues only a job that is still
-  running when its time is over. If a rank was killed, such as for want of memory, the status is above 128; what killed
-  it may kill it again, so the script requeues the job only if it has been queued fewer times than a limit.
+  running when its time is over. If a rank was killed, such as for want of memory, the status is none of hpcsync's own,
+  0 to 2; what killed it may kill it again, so the script requeues the job only if it has been queued fewer times
+  than a limit.
 - The ranks of a heterogeneous job are one world if one srun starts them; each kind of node has its own number of
   threads.
 """
@@ -188,7 +189,7 @@ def _program(path: Path, overrides: Sequence[str], asked: BatchRequest, n_kinds:
             options = f'--het-group={i} --cpus-per-task="{threads}" --export="ALL,OMP_NUM_THREADS={threads}"'
             lines.append(f'    {options} "${{run[@]}}"' + (" : \\" if i < n_kinds - 1 else ""))
     if asked.preemptible:
-        killed = f'[ $status -gt 128 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {MOST_RESTARTS} ]'
+        killed = f'[ $status -gt 2 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {MOST_RESTARTS} ]'
         again = f"if [ $status -eq 75 ] || {{ {killed}; }}; then"
         lines += ["status=$?", again, '    scontrol requeue "$SLURM_JOB_ID"', "fi", "exit $status"]
     return lines

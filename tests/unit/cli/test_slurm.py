@@ -123,11 +123,14 @@ def test_an_array_runs_every_combination_once(job: Path, tmp_path: Path) -> None
 def test_a_preemptible_job_is_requeued(job: Path, tmp_path: Path) -> None:
     text = script(job, [], TWO_BY_TWO._replace(preemptible=True), "")
     assert {"--requeue", "--open-mode=append", "--signal=TERM@120"} <= set(directives(text))
-    for status in (0, 1, 2, 75, 143):
-        ended, calls = execute(text, tmp_path, STATUS=str(status))
-        assert calls[0][-1] == "--resume"
-        assert calls[1:] == ([["scontrol", "3", "requeue", "7"]] if status == 75 else [])
-        assert ended == status
+    for status in (0, 1, 2, 14, 75, 137):
+        for restarts in (None, "0", "9", "10"):
+            given = {} if restarts is None else {"SLURM_RESTART_COUNT": restarts}
+            ended, calls = execute(text, tmp_path, STATUS=str(status), **given)
+            assert calls[0][-1] == "--resume"
+            again = status == 75 or (status > 2 and restarts != "10")
+            assert calls[1:] == ([["scontrol", "3", "requeue", "7"]] if again else [])
+            assert ended == status
 
 
 @pytest.mark.parametrize(
