@@ -35,7 +35,7 @@ from hpcsync.config.errors import JobError
 from hpcsync.run_dir import checkpoint, lock
 from hpcsync.system.namespaces import Hosts
 from hpcsync.trace.reader import TraceError, load
-from tests.runs.processes import Program, hpcsync
+from tests.runs.processes import MARK, Program, hpcsync
 
 GONE_S = 5.0
 LIMIT_S = 120.0  # for a step to come, for a trial to end by itself, and for a run that resumes
@@ -272,7 +272,10 @@ def main() -> int:
         if given.hosts:
             hosts = stack.enter_context(Hosts(given.hosts, rate="1gbit"))
             numbers = range(1, given.hosts + 1)
-            environ = {**os.environ, **hosts.environ(), "MPIEXEC": shlex.join(hosts.mpiexec(numbers))}
+            launcher = hosts.mpiexec(numbers)
+            if "--host" in launcher:  # Open MPI hands on only the variables that are named
+                launcher += ["-x", MARK, "-x", "TMPDIR"]
+            environ = {**os.environ, **hosts.environ(), "MPIEXEC": shlex.join(launcher)}
             memories = (Path(f"/proc/{hosts.pid(f'n{number}')}/root{MEMORY}") for number in numbers)
             place = Place(lambda cwd, line: hosts.inside("head", cwd, line), environ, (MEMORY, *memories))
         for number in range(given.trials):
