@@ -7,6 +7,10 @@ of several local steps, they are taken to be equal. Loading counts as computatio
 the last duration together that was transfer; half of it is attributed to each, as far as each has room. The split only
 separates waiting from transfer.
 
+A run without servers whose workers exchange in step, such as a recorded loop of DistributedDataParallel, has a
+computation and an all-reduce in each iteration. A server is taken to receive a gradient in half the time of the
+all-reduce, and to send the weights in the other half.
+
 An iteration that was cancelled early is extrapolated to its full length, and its put is taken to last as long as its
 read. An iteration with another batch size than the job's is scaled in proportion, because the part of its time that did
 not depend on the batch is unknown.
@@ -24,8 +28,13 @@ from hpcsync.config.cluster import ClusterEvent
 from hpcsync.config.compression import DenseOptions
 from hpcsync.config.errors import JobError, shown
 from hpcsync.config.job import Job, Script
+from hpcsync.core.peer_coordinator import ring_bytes
+from hpcsync.core.peer_machine import create_method
+from hpcsync.paradigms.records import ALL_PEERS
 from hpcsync.simulator.server_transfers import Steps
 from hpcsync.trace.reader import Trace, TraceError, load
+
+LOCKSTEP = ("all-reduce", "average")  # transports without servers whose times can be taken
 
 
 class RecordedTimes:
@@ -120,21 +129,32 @@ def read(job: Job, wire_bytes: int) -> RecordedRun:
     for preposition, compression in (("with", job.compression), ("of a run with", trace.job.compression)):
         if not isinstance(compression, DenseOptions):
             raise JobError(f'{key}: must not be given {preposition} compression.name = "{compression.name}"')
-    pushes, grants = trace.tables["pushes"], trace.tables["grants"]
+    pushes, grants, steps = (trace.tables[name] for name in ("pushes", "grants", "exchanges"))
+    served = trace.job.has_servers
+    if not served and create_method(trace.job).transport not in LOCKSTEP:
+        raise JobError(f"{key}: must be of a run with servers, or of one whose workers exchange all together")
+    if served:
+        bytes_found = set(pushes["wire_bytes"][pushes["share"] == 1.0].tolist())
+    else:
+        bytes_found = set(steps["wire_bytes"][steps["peer"] == ALL_PEERS].tolist())
+        wire_bytes = ring_bytes(wire_bytes // 2, trace.n_workers)
     for name, needed, found in (
         ("cluster.workers", job.cluster.workers, {trace.n_workers}),
-        ("cluster.servers", job.cluster.servers, {trace.job.cluster.servers}),
-        ("workload.batch_size", job.workload.batch_size, _batch_sizes(trace)),
-        ("bytes moved an iteration", wire_bytes, set(pushes["wire_bytes"][pushes["share"] == 1.0].tolist())),
+        ("cluster.servers", job.cluster.servers, {trace.job.cluster.servers} if served else set()),
+        ("workload.batch_size", job.workload.batch_size, _batch_sizes(trace) if served else set()),
+        ("bytes moved an iteration", wire_bytes, bytes_found),
     ):
         if others := sorted(found - {needed}):
             raise JobError(f"{key}: must be of a run with {name} = {needed}, it has {', '.join(map(str, others))}")
     workers = []
     for worker in range(trace.n_workers):
-        rows = pushes[pushes["worker"] == worker], grants[grants["worker"] == worker]
-        columns = columns_of(*rows, job.workload.batch_size)
+        if served:
+            rows = pushes[pushes["worker"] == worker], grants[grants["worker"] == worker]
+            columns = columns_of(*rows, job.workload.batch_size)
+        else:
+            columns = to_servers(columns_in_step(steps[steps["worker"] == worker], job.workload.batch_size))
         if not len(columns.compute_s):
-            raise JobError(f"{key}: must have a push of every worker; worker {worker} has none")
+            raise JobError(f"{key}: must have an iteration of every worker; worker {worker} has none")
         workers.append(RecordedTimes(*columns))
     return RecordedRun(workers, changes)
 
@@ -156,6 +176,23 @@ class Columns(NamedTuple):
     comm_s: np.ndarray
     local_steps: np.ndarray
     put: np.ndarray
+
+
+def columns_in_step(steps: np.ndarray, batch_size: int) -> Columns:
+    """Return the durations of one worker's iterations that end with an exchange of all workers, from /exchanges.
+
+    Computations are scaled to `batch_size` samples; the exchange is in `comm_s`, and in no other column.
+    """
+    steps = steps[steps["batch_size"] > 0]
+    ones, zeros = np.ones(len(steps), int), np.zeros(len(steps))
+    compute_s = steps["load_s"] + steps["compute_s"] * batch_size / steps["batch_size"]
+    return Columns(compute_s, zeros, zeros, steps["comm_s"], ones, ones.astype(bool))
+
+
+def to_servers(columns: Columns) -> Columns:
+    """Return the durations with servers in place of all-reduces: reading and pushing take half of the time each."""
+    half_s = 0.5 * columns.comm_s
+    return columns._replace(to_begin_s=half_s, to_server_s=half_s)
 
 
 def columns_of(pushes: np.ndarray, grants: np.ndarray, batch_size: int) -> Columns:

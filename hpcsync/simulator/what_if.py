@@ -28,7 +28,15 @@ from hpcsync.report.explanation import WhatIf
 from hpcsync.simulator import cluster, factory
 from hpcsync.simulator.event_loop import Loop
 from hpcsync.simulator.peer_transfers import Links, Then, Workers
-from hpcsync.simulator.replayed_times import Columns, RecordedRun, RecordedTimes, columns_of
+from hpcsync.simulator.replayed_times import (
+    LOCKSTEP,
+    Columns,
+    RecordedRun,
+    RecordedTimes,
+    columns_in_step,
+    columns_of,
+    to_servers,
+)
 from hpcsync.simulator.server_run import ServerSimulation
 from hpcsync.trace.reader import Trace, TraceFile
 from hpcsync.workloads.registry import build
@@ -36,7 +44,6 @@ from hpcsync.workloads.registry import build
 ROWS = 10_000  # pushes or exchanges of a simulation, at most (it simulates some 10,000 a second)
 WORKERS = 5  # workers whose times are replaced: those that compute longest
 OPERATIONS = ("computation", "transfer")
-LOCKSTEP = ("all-reduce", "average")  # transports without servers that can be replayed
 
 
 class NotReplayed(Exception):
@@ -61,8 +68,7 @@ def _under(recorded: _Recorded, paradigm: Mapping[str, Any]) -> _Recorded:
         raise NotReplayed(f"recorded times cannot be used under {job.paradigm.name}")
     workers = recorded.workers
     if job.has_servers and not recorded.job.has_servers:
-        halves = [0.5 * each.comm_s for each in workers]
-        workers = [each._replace(to_begin_s=half, to_server_s=half) for each, half in zip(workers, halves, strict=True)]
+        workers = [to_servers(each) for each in workers]
     return recorded._replace(job=job, workers=workers)
 
 
@@ -151,9 +157,7 @@ def _of_exchanges(trace: Trace | TraceFile) -> _Recorded:
         own = rows[rows["worker"] == worker]
         if not len(own):
             raise NotReplayed(f"worker {worker} has no iteration among the first {n_iterations:,}")
-        ones, zeros = np.ones(len(own), int), np.zeros(len(own))
-        compute_s = own["load_s"] + own["compute_s"] * batch_size / own["batch_size"]
-        workers.append(Columns(compute_s, zeros, zeros, own["comm_s"], ones, ones.astype(bool)))
+        workers.append(columns_in_step(own, batch_size))
     return _Recorded(_in_virtual_time(trace.job, samples, batch_size), samples, real_s, workers)
 
 

@@ -206,7 +206,7 @@ def test_allocated_batches_do_not_change_the_batch_size(tmp_path):
 def test_a_trace_without_a_push_of_every_worker_is_refused(tmp_path):
     leaving = [{"worker": 2, "at_iteration": 1, "change": "leave"}]
     simulate(timing_job(workers=3, paradigm={"name": "asp"}, cluster={"events": leaving}), tmp_path / "trace.h5")
-    with pytest.raises(JobError, match="must have a push of every worker; worker 2 has none"):
+    with pytest.raises(JobError, match="must have an iteration of every worker; worker 2 has none"):
         read(job_from(tmp_path / "trace.h5"), 8000)
 
 
@@ -237,3 +237,27 @@ def test_committing_workers_have_recorded_times(tmp_path, paradigm):
     simulate(timing_job(workers=3, **times), tmp_path / "bsp.h5")
     other = simulate(job_from(tmp_path / "bsp.h5", **job), tmp_path / "other.h5")
     assert other.tables["pushes"]["now_s"] == pytest.approx(first.tables["pushes"]["now_s"], rel=0.1)
+
+
+def test_times_of_all_reduces_serve_a_run_with_servers(tmp_path):
+    """Half of an all-reduce reads the weights, half pushes the gradient."""
+    compute, network = {"model": "constant", "seconds": [0.1, 0.2]}, {"bandwidth_gbit": 1e-3, "latency_us": 0}
+    together = timing_job(workers=2, paradigm={"name": "allreduce"}, cluster={"compute": compute, "network": network})
+    exchanges = simulate(together, tmp_path / "allreduce.h5").tables["exchanges"]
+    (sum_s,) = set(exchanges["comm_s"].round(9).tolist())
+    assert sum_s > 0.01
+    asked = timing_job(workers=2, paradigm={"name": "asp"}, cluster={"times_from": str(tmp_path / "allreduce.h5")})
+    pushes = simulate(asked, tmp_path / "asp.h5").tables["pushes"]
+    assert pushes["comm_s"] == pytest.approx(sum_s) and pushes["pull_s"] == pytest.approx(sum_s / 2)
+    for worker, seconds in enumerate(compute["seconds"]):
+        assert pushes["compute_s"][pushes["worker"] == worker] == pytest.approx(seconds)
+    wrong = asked.model_copy(update={"workload": asked.workload.model_copy(update={"parameters": 1001})})
+    with pytest.raises(JobError, match="must be of a run with bytes moved an iteration = 4004, it has 4000"):
+        simulate(wrong, tmp_path / "wrong.h5")
+
+
+def test_times_of_gossip_are_refused(tmp_path):
+    simulate(timing_job(workers=2, paradigm={"name": "gossip", "mode": "pull"}), tmp_path / "gossip.h5")
+    asked = timing_job(workers=2, cluster={"times_from": str(tmp_path / "gossip.h5")})
+    with pytest.raises(JobError, match="must be of a run with servers, or of one whose workers exchange all together"):
+        simulate(asked, tmp_path / "asked.h5")
