@@ -1,0 +1,195 @@
+"""What failures cost under each paradigm, in virtual time.
+
+    python analysis/failures.py [--seeds 3] [-o FOLDER]
+
+Eight workers train for as long as ten hours without failures take. Workers fail at random moments, on average
+`FAILURES` times an hour in all, and are back after `BACK_S`. Under `on_death = "continue"` the others go on meanwhile;
+a worker fails between two iterations. Otherwise every failure ends the run, which resumes from its last checkpoint
+after `BACK_S`, and repeats what it had done since. Such a run is the uninterrupted one, but later, so its duration
+follows from that one's (`with_restarts`).
+
+FOLDER/failures.csv has all durations; the figure is FOLDER/failures.png and .svg.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import pandas as pd
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from hpcsync.config.job import Job
+from hpcsync.figures import plotting
+from hpcsync.simulator.simulate import simulate
+from hpcsync.trace.reader import load
+
+HOUR_S = 3600.0
+# Guesses; the number of failures an hour and the time between two checkpoints are swept.
+WORKERS, ITERATION_S, JITTER = 8, 10.0, 0.1
+BACK_S = 300.0  # until a failed worker, or the whole run, trains again
+CHECKPOINT_S = 30.0  # during which no worker computes
+FAILURES = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)  # an hour, of all workers together
+EVERY_S = (300.0, 600.0, 1800.0, 3600.0)  # of training between two checkpoints
+CONTINUED: dict[str, dict[str, Any]] = {
+    "BSP": {"name": "bsp"},
+    "ASP": {"name": "asp"},
+    "SSP, s = 3": {"name": "ssp", "staleness": 3},
+    "EASGD": {"name": "easgd", "period": 4},
+}
+
+
+def main(
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each setting.")] = 3,
+    out: Annotated[Path, typer.Option("-o", help="Folder for the table and the figure.")] = Path("failures"),
+) -> None:
+    frame = pd.DataFrame([row for seed in range(1, seeds + 1) for row in durations(seed)])
+    frame["cost"] = frame["hours"] / frame.groupby(["method", "seed"])["undisturbed_hours"].transform("first") - 1
+    out.mkdir(parents=True, exist_ok=True)
+    draw(frame, out)
+    Console().print(table(frame))
+
+
+def durations(seed: int) -> Iterator[dict[str, Any]]:
+    """Yield the durations of one seed, under every method and number of failures."""
+    for name, paradigm in CONTINUED.items():
+        undisturbed_s = simulated_s(paradigm, seed, [])
+        for per_hour in FAILURES:
+            events = absences(per_hour, seed, 3 * undisturbed_s)
+            took_s = simulated_s(paradigm, seed, events) if events else undisturbed_s
+            yield row(f"{name}, others continue", seed, per_hour, took_s, undisturbed_s)
+    undisturbed_s = simulated_s({"name": "allreduce"}, seed, [])
+    for every_s in EVERY_S:
+        for per_hour in FAILURES:
+            took_s = with_restarts(undisturbed_s, moments(per_hour, seed), every_s)
+            name = f"all-reduce, all resume, every {every_s / 60:g} min"
+            yield row(name, seed, per_hour, took_s, undisturbed_s)
+
+
+def row(method: str, seed: int, per_hour: float, took_s: float, undisturbed_s: float) -> dict[str, Any]:
+    hours = {"hours": took_s / HOUR_S, "undisturbed_hours": undisturbed_s / HOUR_S}
+    return {"method": method, "seed": seed, "failures_per_hour": per_hour, **hours}
+
+
+# ---- one run ----
+
+
+def simulated_s(paradigm: dict[str, Any], seed: int, events: list[dict[str, Any]]) -> float:
+    """Return the duration of a run, whose workers leave and join by these events, in seconds."""
+    samples = int(10 * HOUR_S / ITERATION_S) * WORKERS * 32
+    job = Job.from_table(
+        {
+            "name": "failures",
+            "seed": seed,
+            "workload": {"name": "timing", "batch_size": 32, "parameters": 1000},
+            "optimizer": {"name": "sgd", "lr": 0.1},
+            "stop": {"samples": samples},
+            "paradigm": paradigm,
+            "cluster": {
+                "workers": WORKERS,
+                "servers": int(paradigm["name"] != "allreduce"),
+                "compute": {"model": "lognormal", "seconds": ITERATION_S, "jitter": JITTER},
+                "events": events,
+            },
+        }
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        if simulate(job, Path(folder) / "run", Console(quiet=True)):
+            raise SystemExit("a simulation failed")
+        return float(load(Path(folder) / "run").tables["updates"]["now_s"][-1])
+
+
+def moments(per_hour: float, seed: int) -> Iterator[float]:
+    """Yield the times between failures, exponentially distributed, in seconds; inf without failures."""
+    rng = np.random.default_rng(seed)
+    while True:
+        yield rng.exponential(HOUR_S / per_hour) if per_hour else np.inf
+
+
+def absences(per_hour: float, seed: int, until_s: float) -> list[dict[str, Any]]:
+    """Return events by which workers fail and come back until this time.
+
+    A worker that fails while it is away, or while no other would be left, does not fail.
+    """
+    rng, back_s, now_s = np.random.default_rng(seed), np.zeros(WORKERS), 0.0
+    events: list[dict[str, Any]] = []
+    for gap_s in moments(per_hour, seed):
+        now_s += gap_s
+        if now_s > until_s:
+            return events
+        worker = int(rng.integers(WORKERS))
+        if back_s[worker] < now_s and (back_s > now_s).sum() < WORKERS - 1:
+            back_s[worker] = now_s + BACK_S
+            times = (("leave", now_s), ("join", now_s + BACK_S))
+            events += [{"worker": worker, "change": change, "at_s": float(at_s)} for change, at_s in times]
+    raise AssertionError
+
+
+def with_restarts(work_s: float, gaps_s: Iterator[float], every_s: float) -> float:
+    """Return the duration of a run that every failure ends, and that resumes from its last checkpoint.
+
+    Parameters
+    ----------
+    work_s
+        Duration without failures and checkpoints, in seconds.
+    gaps_s
+        Seconds from the start, or from a failure, to the next failure.
+    every_s
+        Seconds of training between two checkpoints.
+
+    Notes
+    -----
+    While a run resumes no failure happens. The expectation is that of J. T. Daly, "A higher order estimate of the
+    optimum checkpoint interval for restart dumps", FGCS 22 (2006), with restarts that cannot fail.
+    """
+    done_s = took_s = 0.0
+    for gap_s in gaps_s:
+        left_s = work_s - done_s
+        n_checkpoints = max(0, int(np.ceil(left_s / every_s)) - 1)  # none at the end
+        if left_s + n_checkpoints * CHECKPOINT_S <= gap_s:
+            return took_s + left_s + n_checkpoints * CHECKPOINT_S
+        saved = min(int(gap_s // (every_s + CHECKPOINT_S)), n_checkpoints)
+        done_s += saved * every_s
+        took_s += gap_s + BACK_S
+    raise AssertionError
+
+
+# ---- what is shown ----
+
+
+def draw(frame: pd.DataFrame, folder: Path) -> None:
+    """Draw the cost against the failures per hour, of the methods whose costs differ."""
+    methods = [f"{next(iter(CONTINUED))}, others continue", *(m for m in frame["method"].unique() if "resume" in m)]
+    with plotting.style():
+        figure, ((axis,),) = plotting.panels(1, height=3.0)
+        for n, method in enumerate(methods):
+            costs = frame[frame["method"] == method].groupby("failures_per_hour")["cost"]
+            mean, look = costs.mean(), plotting.DASHES[n % len(plotting.DASHES)]
+            (line,) = axis.plot(mean.index, mean, label=method, linestyle=look, marker="osD^v"[n], ms=3)
+            axis.fill_between(mean.index, costs.min(), costs.max(), color=line.get_color(), alpha=0.15, lw=0)
+        axis.set(xlabel=f"failures an hour, of {WORKERS} workers", xlim=(0, None), ylim=(0, 1.2))
+        axis.set_ylabel("longer than without failures")
+        axis.yaxis.set_major_formatter(plotting.percent)
+        figure.legend(loc="outside right upper")
+        plotting.save(figure, frame.round(4), folder, "failures")
+
+
+def table(frame: pd.DataFrame) -> Table:
+    """Return the mean cost of each method."""
+    shown = Table(title="longer than without failures and checkpoints", box=None)
+    shown.add_column("failures an hour")
+    for per_hour in FAILURES:
+        shown.add_column(f"{per_hour:g}", justify="right")
+    for method, rows in frame.groupby("method", sort=False):
+        costs = rows.groupby("failures_per_hour")["cost"].mean()
+        shown.add_row(str(method), *(f"{100 * cost:.1f} %" for cost in costs))
+    return shown
+
+
+if __name__ == "__main__":
+    typer.run(main)
