@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,6 +21,7 @@ from hpcsync.mpi.transport.mailbox import Outbox
 from hpcsync.mpi.transport.messages import CommandRecord
 from hpcsync.mpi.transport.node_topology import on_one_node
 from hpcsync.mpi.transport.tensor_window import HOST
+from hpcsync.mpi.transport.window import Window
 from hpcsync.paradigms import Grant
 from hpcsync.training.optimizers import OptimizerSpec
 from hpcsync.training.parameter_store import Store
@@ -50,8 +52,11 @@ def serve(link: ServerChannel, shard: Shard) -> None:
     shard.free()
 
 
-def read(link: ServerChannel, *, until_torn: bool) -> int:
-    """How many of the reads were not uniformly the version promised; all readers make at least `READS` of them."""
+def read(link: ServerChannel, found: Window, *, until_torn: bool) -> int:
+    """How many of the reads were not uniformly the version promised; all readers make at least `READS` of them.
+
+    They tell each other of torn reads in rank 0's part of the window `found`.
+    """
     worker = link.roles.worker(link.comm.rank)
     reads = -(-READS // (link.roles.n_workers - 1))
     reader, reports = Reader(link, worker), Outbox(link.comm, messages.TAG_INFO, messages.PUSH_INFO)
@@ -59,7 +64,7 @@ def read(link: ServerChannel, *, until_torn: bool) -> int:
     into = link.tensors.local.new_zeros(link.size)
     torn, deadline_s = 0, time.monotonic() + LIMIT_S
     reader.read(reader.wait(), [into])
-    while reads > 0 or (until_torn and not torn and time.monotonic() < deadline_s):
+    while reads > 0 or (until_torn and not found.fetch_add(torn, 0, 0) + torn and time.monotonic() < deadline_s):
         reports.send(0, (messages.InfoKind.PUSHED, worker, *nothing))
         grants = reader.wait()
         reader.read(grants, [into])
@@ -79,14 +84,17 @@ def torn_reads(comm, transport, *, until_torn: bool) -> int:
         link.tensors.put(gradient, 0, link.slot(0, 0))
         link.tensors.flush(0)
     comm.Barrier()
-    torn = 0
+    torn, found = 0, Window(comm, 1, np.int64)
+    found.local[:] = 0
+    comm.Barrier()
     if comm.rank == 0:
         first = [Grant(worker, 1) for worker in range(link.roles.n_workers)]
         serve(link, Shard(link, Descent(OptimizerSpec("sgd", 1.0)), start, first))
     elif comm.rank == 1:
         Reader(link, 0).wait()  # what is sent must be received, or a later communicator may find it
     else:
-        torn = read(link, until_torn=until_torn)
+        torn = read(link, found, until_torn=until_torn)
+    found.free()
     link.free()
     return comm.allreduce(torn)
 
