@@ -114,14 +114,19 @@ def evaluations_come_when_due(trace: Trace) -> Check:
 
     Between two evaluations lies a multiple of it, except before the one at the end of the run. A due evaluation is
     skipped while another one is running. In a simulation with servers where evaluations take no time, each is made.
+    A resumed run may have another `every_samples` than before, and continues the schedule of its checkpoint: its
+    evaluations are checked from the second one after the last resume.
     """
     job, rows = trace.job, trace.tables["evaluations"]
     every = job.evaluation.every_samples
     samples = np.append(0, trace.tables["updates"]["samples"])
     last = len(samples) - 1
+    n_resumed = _version_at_last_start(trace)
     during = rows[:-1]  # the last one may be that at the end
     n_before = np.append(0, during["samples"])[:-1]
     due = during["samples"] // every > n_before // every if every else np.zeros(len(during), bool)
+    if n_resumed is not None:
+        due[: np.count_nonzero(during["version"] <= n_resumed) + 1] = True
     reached = np.flatnonzero(samples[1:] // every > samples[:-1] // every) + 1 if every else np.zeros(0, int)
     each = trace.attributes.get("engine") == "simulator" and job.has_servers and job.evaluation.seconds is None
     missing = np.setdiff1d(reached, rows["version"]) if each and len(rows) else np.zeros(0, int)
@@ -145,15 +150,24 @@ def evaluations_come_when_due(trace: Trace) -> Check:
     )
 
 
+def _version_at_last_start(trace: Trace) -> int | None:
+    """Return the version with which a resumed run last went on; None if it never resumed."""
+    starts = trace.tables["starts"]
+    return np.count_nonzero(trace.tables["updates"]["now_s"] <= starts["now_s"][-1]) if len(starts) > 1 else None
+
+
 def the_run_ends_by_its_rule(recount: Recount) -> Check:
     """Check that a finished run ended because of the job's stopping rule, or because all workers had left.
 
-    There is no update after the one that reaches a limit.
+    There is no update after the one that reaches a limit. A resumed run may have another limit than before: only the
+    updates after the last resume are compared with it.
     """
     stop, updates, rows = recount.job.stop, recount.updates, recount.evaluations
     n_updates, n_samples = len(updates), int(updates["samples"][-1]) if len(updates) else 0
     course = zip(*(updates[key].tolist() for key in ("samples", "version", "now_s")), strict=True)
     reached = np.array([stop.reached(samples=s, updates=version, seconds=now_s) for s, version, now_s in course], bool)
+    too_many = reached[:-1].copy()
+    too_many[: _version_at_last_start(recount.trace) or 0] = False
     on_target = any(stop.satisfied(*row) for row in zip(rows["loss"].tolist(), rows["accuracy"].tolist(), strict=True))
     last_s = max(float(table["now_s"].max(initial=0.0)) for table in (recount.grants, recount.events))
     all_left = not recount.is_stop.any() and not len(recount.active(len(recount.events) - 1))
@@ -161,7 +175,7 @@ def the_run_ends_by_its_rule(recount: Recount) -> Check:
     rule = ", ".join(f"{key} = {value:g}" for key, value in stop.conditions.items()) or "when all workers have left"
     return check_all(
         "the stopping rule ended the run",
-        (reached[:-1], lambda i: f"version {i + 1} ends the run, but {n_updates} were made"),
+        (too_many, lambda i: f"version {i + 1} ends the run, but {n_updates} were made"),
         (
             np.array([recount.finished and not over]),
             lambda _: f"it ended after {n_updates:,} updates and {n_samples:,} samples; its job ends it by {rule}",

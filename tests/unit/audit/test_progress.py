@@ -136,6 +136,31 @@ def test_another_stopping_rule(trace):
     assert failing(of_job(trace, stop=stop.model_copy(update={"updates": None, "target_loss": 1 / 40}))) == set()
 
 
+def resumed(trace, version):
+    """Return the trace as if the run had resumed with this version, and its job were that of the resumed run."""
+    start = np.zeros(2, trace.tables["starts"].dtype)
+    start["now_s"] = 0.0, trace.tables["updates"]["now_s"][version - 1]
+    return with_rows(trace, "starts", start)
+
+
+def test_a_resumed_run_may_have_another_stopping_rule(trace):
+    smaller = of_job(trace, stop=trace.job.stop.model_copy(update={"updates": 20}))
+    assert failing(smaller) == {END}
+    assert failing(resumed(smaller, 39)) == set(), "the one update after the resume finds the limit reached"
+    assert failing(resumed(smaller, 38)) == {END}, "a second one after it"
+    larger = of_job(trace, stop=trace.job.stop.model_copy(update={"updates": 41}))
+    assert failing(resumed(larger, 38)) == {END}, "not reached"
+
+
+def test_a_resumed_run_may_evaluate_at_other_intervals(trace):
+    rows = trace.tables["evaluations"]
+    often = of_job(trace, evaluation=trace.job.evaluation.model_copy(update={"every_samples": 80}))
+    assert failing(often) == {DUE}
+    last = rows["version"][:-1]
+    assert failing(resumed(often, last[-2])) == set(), "the first after a resume is of the checkpoint's schedule"
+    assert failing(resumed(often, last[-2] - 1)) == {DUE}, "the second one after a resume is not due"
+
+
 def test_a_run_whose_workers_have_all_left_ends():
     left = record("asp", leave={0: 3, 1: 3, 2: 3})
     assert failing(left) == set()
