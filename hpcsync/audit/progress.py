@@ -153,7 +153,9 @@ def evaluations_come_when_due(trace: Trace) -> Check:
 def _version_at_last_start(trace: Trace) -> int | None:
     """Return the version with which a resumed run last went on; None if it never resumed."""
     starts = trace.tables["starts"]
-    return np.count_nonzero(trace.tables["updates"]["now_s"] <= starts["now_s"][-1]) if len(starts) > 1 else None
+    if len(starts) < 2:
+        return None
+    return int(np.count_nonzero(trace.tables["updates"]["now_s"] <= starts["now_s"][-1]))
 
 
 def the_run_ends_by_its_rule(recount: Recount) -> Check:
