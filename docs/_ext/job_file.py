@@ -176,8 +176,11 @@ KEYS = {
     "own, if possible.",
     "cluster.colocated": "Server i is on the node of worker i, and shares its link; the launcher must start two ranks "
     "on a node.",
-    "cluster.on_death": '`"continue"`: the other ranks continue when a worker\'s process dies ([A process '
+    "cluster.on_death": '`"continue"`: the other ranks continue when a worker\'s process dies. `"restart"`: '
+    "`hpcsync run` starts the ranks that are left again, from the last checkpoint ([A process "
     "dies](../how-to/on-death.md)).",
+    "cluster.workers_min": "Fewest workers with which the run may start or resume ([Resume and "
+    "checkpoints](../how-to/resume.md#fewer-workers-and-more)).",
     "cluster.times_from": "Simulation only: trace, or folder of a run, whose times are used.",
     "cluster.compute": "A table, see below.",
     "cluster.network": "A table, see below.",
@@ -213,6 +216,7 @@ DEFAULTS = {  # in words, where the schema has none, or one that it computes
     "cluster.servers": "1; 0 without servers",
     "evaluation.seconds": "evaluations take no time",
     "cluster.update_gbytes_per_s": "updates take no time",
+    "cluster.workers_min": "`workers` to start, 1 to resume",
     "cluster.network.server_bandwidth_gbit": "the largest of `bandwidth_gbit`",
 }
 

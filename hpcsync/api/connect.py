@@ -219,6 +219,10 @@ def connect(
     """
     _print_user_errors_in_one_line()
     loader_processes.refuse_within()
+    if on_death == "restart":
+        raise JobError(
+            'on_death = "restart": must be "end" or "continue" in a script, whose ranks another program starts'
+        )
     models = [model] if isinstance(model, torch.nn.Module) else [*model]
     if comm is None and launcher.under_launcher():
         loader_processes.start(tensor for each in models for tensor in chain(each.parameters(), each.buffers()))
@@ -337,12 +341,7 @@ def join(
     from hpcsync.mpi.transport.ulfm import refuse_intolerant
     from hpcsync.mpi.transport.window_selection import place
 
-    fewer = before is not None and not job.needs_all and job.cluster.servers < comm.size < job.cluster.ranks
-    if comm.size != job.cluster.ranks and not fewer:
-        raise JobError(
-            f"cluster.workers = {job.cluster.workers}: with cluster.servers = {job.cluster.servers} this takes "
-            f"{job.cluster.ranks} ranks, but {comm.size} were started"
-        )
+    job.refuse_ranks(comm.size, resumes=before is not None)
     if before is not None and before.n_peers is not None and comm.size > before.n_peers:
         raise JobError(
             f"--resume: {comm.size} ranks were started; must be at most {before.n_peers}, as {before.checkpoint} has "

@@ -81,6 +81,11 @@ def main(
             agree(comm, lambda: scalar_log.load(log))
             before = agree(comm, lambda: layout.going_on(out, resume))
             job = agree(comm, lambda: layout.job_of(path, overrides, ranks, before))
+            if job.cluster.on_death == "restart" and not lock_token:
+                raise JobError(
+                    'cluster.on_death = "restart": needs hpcsync run as the process that starts the ranks, by '
+                    'MPIEXEC="srun ..." under Slurm'
+                )
             if resume and before is None:
                 agree(comm, lambda: layout.put_aside(out))
             train(arranged(comm, job.cluster), job, out, before, log)

@@ -11,14 +11,17 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from hpcsync.cli.watch import viewed
 from hpcsync.config import job as jobs
 from hpcsync.config.job import Job
 from hpcsync.run_dir import lock
-from hpcsync.system import garbage, gpu_selection, launcher
+from hpcsync.system import allocation, garbage, gpu_selection, launcher
 from hpcsync.system.process_cleanup import Will
 from hpcsync.system.signals import TO_BE_RESUMED, ending_at_once
+
+MOST_IN_VAIN = 3  # deaths in a row without a new checkpoint
 
 
 def run(
@@ -56,7 +59,39 @@ def run(
         Before any rank starts.
     """
     with lock.releasing():
-        return _run(path, overrides, ranks, out, resume, oversubscribe=oversubscribe, log=log)
+        attempt = _run(path, overrides, ranks, out, resume, oversubscribe=oversubscribe, log=log)
+        in_vain = 0
+        while (folder := attempt.restarts_in) is not None:
+            in_vain = 0 if attempt.made_checkpoint else in_vain + 1
+            if in_vain == MOST_IN_VAIN:
+                print(f"hpcsync: died {in_vain} times without a new checkpoint: not restarted", file=sys.stderr)
+                break
+            left = allocation.left(attempt.n_ranks)
+            os.environ.update(left.variables)
+            print(f"hpcsync: restarting {left.n_ranks} of {attempt.n_ranks} ranks", file=sys.stderr)
+            attempt = _run(path, overrides, left.n_ranks, folder, True, oversubscribe=oversubscribe, log=log)
+        return attempt.status
+
+
+class _Attempt(NamedTuple):
+    """End of one start of the ranks.
+
+    Attributes
+    ----------
+    status
+        Exit status.
+    n_ranks
+        Number of ranks.
+    restarts_in
+        Folder of the run if a rank has died and the job asks for a restart; None otherwise.
+    made_checkpoint
+        Whether there is a newer checkpoint than the one from which it resumed.
+    """
+
+    status: int
+    n_ranks: int = 0
+    restarts_in: Path | None = None
+    made_checkpoint: bool = False
 
 
 def _run(
@@ -68,7 +103,7 @@ def _run(
     *,
     oversubscribe: bool,
     log: str | None,
-) -> int:
+) -> _Attempt:
     with ending_at_once():
         from hpcsync.run_dir import checkpoint as checkpoints
         from hpcsync.run_dir import layout, scalar_log
@@ -77,9 +112,11 @@ def _run(
 
         if layout.finished_already(out, resume):
             print(f"finished already: {out}")
-            return 0
+            return _Attempt(0)
         before = layout.going_on(out, resume)
         job = layout.job_of(path, overrides, ranks, before)
+        n_ranks = ranks or job.cluster.ranks
+        job.refuse_ranks(n_ranks, resumes=before is not None)
         _check(path, job, overrides)
         if not oversubscribe:
             _refuse_crowd(job, ranks)
@@ -92,7 +129,6 @@ def _run(
     argv = ["python", "-m", "mpi4py", "-m", "hpcsync", "run", str(path)]
     for override in overrides:
         argv += ["--set", override]
-    n_ranks = ranks or job.cluster.ranks
     argv += ["--lock", held.owner.token, "-n", str(n_ranks), "--out", str(folder), *(["--resume"] if resume else [])]
     argv += [] if log is None else ["--log", log]
     tolerant = job.cluster.on_death == "continue"
@@ -104,20 +140,33 @@ def _run(
         if not given and os.listdir(folder) == [lock.NAME]:
             lock.release(folder)
             folder.rmdir()
+    status, died = _concluded(folder, ended)
+    newest = checkpoints.newest(folder)
+    if died and ended.signum is None and job.cluster.on_death == "restart":
+        made = checkpoints.number_of(newest) > checkpoints.number_of(None if before is None else before.checkpoint)
+        return _Attempt(status, n_ranks, folder, made)
+    if newest is not None and status != 0 and ended.status != TO_BE_RESUMED:
+        print(f"hpcsync: use --resume to resume from {newest}", file=sys.stderr)
+    return _Attempt(status)
+
+
+def _concluded(folder: Path, ended: launcher.Ended) -> tuple[int, bool]:
+    """Settle what the ranks of a run have left; return the exit status, and whether a rank was killed."""
+    from hpcsync.run_dir import layout
+
     # Open MPI's launcher ends with status 0 when it has lost a whole node: only the last file of a run proves its end.
     if ended.status == 0 and (folder / layout.SUMMARY).exists():
-        return 0
+        return 0, False
+    killed = ended.status not in (0, 1, 2, TO_BE_RESUMED)
     if not (folder / layout.TRACE).exists():
         if ended.signum is not None:
             print("hpcsync: interrupted before training began", file=sys.stderr)
-            return TO_BE_RESUMED if ended.signum == signal.SIGTERM else 1
-        return 2 if ended.status == 2 else 1
+            return TO_BE_RESUMED if ended.signum == signal.SIGTERM else 1, False
+        return 2 if ended.status == 2 else 1, killed
     if ended.status == TO_BE_RESUMED:
-        return 1 if ended.signum == signal.SIGINT else TO_BE_RESUMED
-    _settle(folder, "failed" if ended.signum is None else "interrupted")
-    if (checkpoint := checkpoints.newest(folder)) is not None:
-        print(f"hpcsync: use --resume to resume from {checkpoint}", file=sys.stderr)
-    return TO_BE_RESUMED if ended.signum == signal.SIGTERM else 1
+        return 1 if ended.signum == signal.SIGINT else TO_BE_RESUMED, False
+    was_running = _settle(folder, "failed" if ended.signum is None else "interrupted")
+    return TO_BE_RESUMED if ended.signum == signal.SIGTERM else 1, killed or was_running
 
 
 def _check(path: Path, job: Job, overrides: Sequence[str]) -> None:
@@ -186,8 +235,11 @@ def _settling(folder: Path) -> list[str]:
     return [sys.executable, "-c", code, str(folder.absolute()), "interrupted"]
 
 
-def _settle(folder: Path, status: str) -> None:
-    """Write the status of the run into its trace and status file, if the ranks were killed before they could."""
+def _settle(folder: Path, status: str) -> bool:
+    """Write the status of the run into its trace and status file, if the ranks were killed before they could.
+
+    Return whether they were.
+    """
     from hpcsync.run_dir import layout, status_file
     from hpcsync.trace.reader import TraceError, settle
 
@@ -196,8 +248,10 @@ def _settle(folder: Path, status: str) -> None:
     try:
         if settle(trace, status):
             print(f"hpcsync: {status}; the trace so far is {trace}", file=sys.stderr)
+            return True
     except TraceError as error:
         print(f"hpcsync: {error}", file=sys.stderr)
+    return False
 
 
 def show(path: Path, overrides: Sequence[str], *, load: bool) -> None:

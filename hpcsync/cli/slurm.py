@@ -10,6 +10,8 @@ The script requests resources, and starts all ranks with one srun. Reasons for i
   running when its time is over. If a rank was killed, such as for want of memory, the status is none of hpcsync's own,
   0 to 2; what killed it may kill it again, so the script requeues the job only if it has been queued fewer times
   than a limit.
+- With on_death = "restart" the script starts one `hpcsync run`, which starts the ranks with srun, again when one has
+  died. With --no-kill the job goes on when a node fails.
 - The ranks of a heterogeneous job are one world if one srun starts them; each kind of node has its own number of
   threads.
 """
@@ -25,6 +27,7 @@ from typing import Any, NamedTuple
 from hpcsync.cli import grid
 from hpcsync.config import job as jobs
 from hpcsync.config.errors import JobError, printable
+from hpcsync.config.job import Job
 from hpcsync.system import launcher
 
 MOST_RESTARTS = 10  # after which a job of which a rank was killed is not queued again
@@ -102,6 +105,7 @@ def script(path: Path, overrides: Sequence[str], asked: BatchRequest, command: s
     loaded = [jobs.load(path, [*overrides, *task], ranks) for task in tasks or [()]]
     for job in loaded:
         jobs.refuse_simulated(job)
+    restarts = _restart(loaded, len(kinds))
     lines = [
         "#!/bin/bash",
         f"# {command}",
@@ -111,11 +115,22 @@ def script(path: Path, overrides: Sequence[str], asked: BatchRequest, command: s
         lines += _directives({"array": f"0-{len(tasks) - 1}"})
     if asked.preemptible:
         lines += ["#SBATCH --requeue", *_directives({"open_mode": "append", "signal": f"TERM@{WARNING_S}"})]
+    lines += ["#SBATCH --no-kill"] if restarts else []
     for i, kind in enumerate(kinds):
         lines += ["#SBATCH hetjob"] if i else []
         lines += _directives(kind)
-    lines += ["", *_settings(tasks), *_program(path, overrides, asked, len(kinds), settings=bool(tasks))]
-    return "\n".join(lines) + "\n"
+    program = _program(path, overrides, asked, len(kinds), settings=bool(tasks), restarts=restarts)
+    return "\n".join([*lines, "", *_settings(tasks), *program]) + "\n"
+
+
+def _restart(loaded: Sequence[Job], n_kinds: int) -> bool:
+    """Return whether `hpcsync run` is to start the ranks. Raise JobError if the jobs differ, or it cannot."""
+    asked = {job.cluster.on_death == "restart" for job in loaded}
+    if len(asked) > 1:
+        raise JobError('cluster.on_death: must be "restart" in all tasks of an array, or in none')
+    if True in asked and n_kinds > 1:
+        raise JobError(f'cluster.on_death = "restart": must be "end" with {n_kinds} kinds of node')
+    return True in asked
 
 
 def _kinds(asked: BatchRequest) -> list[dict[str, Any]]:
@@ -166,7 +181,9 @@ def mpi_of_this_python() -> str:
     return kind
 
 
-def _program(path: Path, overrides: Sequence[str], asked: BatchRequest, n_kinds: int, *, settings: bool) -> list[str]:
+def _program(
+    path: Path, overrides: Sequence[str], asked: BatchRequest, n_kinds: int, *, settings: bool, restarts: bool
+) -> list[str]:
     srun = f"srun --mpi={asked.mpi or mpi_of_this_python()} --kill-on-bad-exit=1"
     groups = [f"_HET_GROUP_{i}" for i in range(n_kinds)] if n_kinds > 1 else [""]
     ranks = f"$(({' + '.join(f'SLURM_NTASKS{group}' for group in groups)}))" if n_kinds > 1 else '"$SLURM_NTASKS"'
@@ -176,10 +193,14 @@ def _program(path: Path, overrides: Sequence[str], asked: BatchRequest, n_kinds:
     program += [
         f"-n {ranks}",
         f'--out "runs/$SLURM_JOB_NAME-{folder}"',
-        *(["--resume"] if asked.preemptible else []),
+        *(["--resume"] if asked.preemptible or restarts else []),
     ]
     run = f"python -m mpi4py -m hpcsync run {' '.join(program)}"
-    if n_kinds == 1:
+    if restarts:
+        threads = "$SLURM_CPUS_PER_TASK"
+        lines = [f'export OMP_NUM_THREADS="{threads}"', f'export MPIEXEC="{srun} --cpus-per-task={threads}"']
+        lines.append(f"python -m hpcsync run {' '.join(program)}")
+    elif n_kinds == 1:
         threads = '"$SLURM_CPUS_PER_TASK"'
         lines = [f"export OMP_NUM_THREADS={threads}", f"{srun} --cpus-per-task={threads} \\", f"    {run}"]
     else:

@@ -223,7 +223,10 @@ class Cluster(Table):
         Whether server i is on the node of worker i, and shares its link; the servers are on different nodes, as far as
         there are enough.
     on_death
-        Reaction of the other ranks to the death of a worker's process.
+        Reaction to the death of a rank's process: "end" ends the run, with "continue" the other ranks continue, and
+        with "restart" `hpcsync run` starts the ranks that are left again, from the last checkpoint.
+    workers_min
+        Fewest workers with which the run may start or resume; None: all to start, and one to resume.
     times_from
         A trace, or a run's folder, whose times a simulation uses instead of `compute` and `network`.
     compute
@@ -243,7 +246,8 @@ class Cluster(Table):
     window: Literal["auto", "host", "mpi", "ipc", "staged"] = "auto"
     placement: Literal["packed", "spread"] = "packed"
     colocated: bool = False
-    on_death: Literal["end", "continue"] = "end"
+    on_death: Literal["end", "continue", "restart"] = "end"
+    workers_min: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
     times_from: str | None = None
     compute: Compute | None = None
     network: Network | None = None
@@ -258,6 +262,14 @@ class Cluster(Table):
             raise JobError(
                 f"cluster.window = {shown(self.window)}: must be {', '.join(others)} or {last} "
                 f"with cluster.device = {shown(self.device)}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _at_least(self) -> Self:
+        if self.workers_min is not None and self.workers_min > self.workers:
+            raise JobError(
+                f"cluster.workers_min = {self.workers_min}: must be at most cluster.workers = {self.workers}"
             )
         return self
 

@@ -193,6 +193,32 @@ class Job(Table):
             )
         return self
 
+    @model_validator(mode="after")
+    def _some_are_enough(self) -> Self:
+        if self.needs_all and self.cluster.workers_min not in (None, self.cluster.workers):
+            raise JobError(
+                f"cluster.workers_min = {self.cluster.workers_min}: must be cluster.workers = {self.cluster.workers} "
+                f'with paradigm.{self.paradigm.form_key} = "{self.paradigm.form}", whose exchanges need all workers'
+            )
+        return self
+
+    def refuse_ranks(self, n_ranks: int, *, resumes: bool) -> None:
+        """Raise JobError if the run cannot start, or resume, with this number of ranks.
+
+        With servers, workers for which there are no ranks count as having left, and join when the run resumes with more
+        ranks. Without servers every run begins with all workers.
+        """
+        cluster, least = self.cluster, self.cluster.workers
+        if not self.needs_all and (resumes or self.has_servers):
+            least = cluster.workers_min or (1 if resumes else least)
+        if not least <= n_ranks - cluster.servers <= cluster.workers:
+            takes = f"{cluster.servers + least} to {cluster.ranks}" if least < cluster.workers else f"{cluster.ranks}"
+            minimum = "" if cluster.workers_min is None else f", cluster.workers_min = {cluster.workers_min}"
+            raise JobError(
+                f"cluster.workers = {cluster.workers}{minimum}: with cluster.servers = {cluster.servers} this takes "
+                f"{takes} ranks, but there are {n_ranks}"
+            )
+
     @property
     def groups(self) -> Groups:
         """Groups of workers under layer separation, once the number of fully-connected workers is chosen."""
@@ -340,7 +366,8 @@ def load(path: str | Path, overrides: Sequence[str] = (), ranks: int | None = No
     overrides : sequence of str
         ``KEY=VALUE`` overrides; see `override`.
     ranks : int, optional
-        Number of ranks; it sets cluster.workers to the ranks that are not servers.
+        Number of ranks; it sets cluster.workers to the ranks that are not servers, unless the job has a
+        cluster.workers_min, with which there may be fewer ranks than cluster.workers says.
 
     Returns
     -------
@@ -544,6 +571,8 @@ def _set(table: dict[str, Any], override: _Override) -> None:
 
 def _set_workers(table: dict[str, Any], ranks: int) -> None:
     cluster = table.setdefault("cluster", {})
+    if isinstance(cluster, dict) and "workers_min" in cluster:
+        return
     servers = cluster.get("servers", default_servers(table.get("paradigm"))) if isinstance(cluster, dict) else None
     if type(servers) is int:  # anything else is refused when the job is validated
         if ranks <= servers:

@@ -23,7 +23,7 @@ def test_another_number_of_ranks_than_the_job_s_is_told_by_one_of_them(tmp_path:
     )
     assert program.status != 0
     lines = [line for line in program.err.splitlines() if line.startswith("hpcsync:")]
-    assert lines == ["hpcsync: cluster.workers = 3: with cluster.servers = 1 this takes 4 ranks, but 2 were started"], (
+    assert lines == ["hpcsync: cluster.workers = 3: with cluster.servers = 1 this takes 4 ranks, but there are 2"], (
         program.err
     )
     assert "Traceback" not in program.err

@@ -167,7 +167,7 @@ class Slurm:
     def left(self, job: str, **environ: str) -> list[psutil.Process]:
         """What still runs of a job, on any host, with this in its environment."""
         mark, found = {"SLURM_JOB_ID": self.show(job)["JobId"], **environ}.items(), []
-        for i in range(1, 5):
+        for i in (i for i in range(1, 5) if psutil.pid_exists(self.hosts.pid(f"n{i}"))):  # others have vanished
             for process in processes(self.hosts, i):
                 with contextlib.suppress(psutil.Error):  # it ended meanwhile; pid 1 there waits for none of them
                     if mark <= process.environ().items():

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -224,3 +227,27 @@ def test_a_job_whose_time_is_over_goes_on_from_its_checkpoint(limited: tuple[Pla
     assert int(place.slurm.show(job)["Restarts"]) >= 1
     assert "hpcsync: interrupted; use --resume to resume from" in place.said(job)
     place.slurm.run("scancel", job)
+
+
+@pytest.mark.once
+def test_jobs_of_which_a_node_vanishes_restart_with_the_ranks_that_are_left(slurm: Slurm, tmp_path: Path) -> None:
+    """On n1, n2 and n4, of which n4 vanishes: the last test here."""
+    begun: dict[str, tuple[Place, str]] = {}
+    for paradigm in ("bsp", "allreduce"):
+        (tmp_path / paradigm).mkdir()
+        place = Place(slurm, tmp_path / paradigm)
+        place.job("digits-bsp", f'{{name = "{paradigm}"}}', PADDED, 1000)
+        begun[paradigm] = place, place.submit("restart.sh", "--nodes=3", ONE_A_NODE, "--nodelist=n[1-2,4]")
+    for place, job in begun.values():
+        place.until(partial(place.trains, job), job)
+    os.kill(slurm.hosts.pid("n4"), signal.SIGKILL)
+    for paradigm, (place, job) in begun.items():
+        trace = place.finished(job)
+        assert "hpcsync: restarting 2 of 3 ranks" in place.said(job)
+        assert slurm.show(job)["Restarts"] == "0", "inside the same allocation"
+        assert job_ids(trace) == [job, job]
+        assert set(hosts(trace)) == {"n1", "n2", "n4"}
+        rows = trace.tables["pushes" if paradigm == "bsp" else "exchanges"]
+        last_s = trace.tables["starts"]["now_s"][-1]
+        assert set(rows["worker"][rows["now_s"] > last_s]) == set(range(1 if paradigm == "bsp" else 2))
+        assert len(trace.tables["updates"]) == 1000

@@ -248,11 +248,12 @@ class FollowerSession(LinkedSession):
     def __init__(self, given: Given, begin_s: float = 0.0) -> None:
         super().__init__(given, begin_s)
         state = given.checkpoints.state(self._name)
+        n_present = self._link.comm.size - self._link.roles.n_servers
         self._shard = Shard(
             self._link,
             update_rules.of_job(given.job, self._on_shard()),
             self.flat.weights,
-            create_assignments(given.job).first,
+            [grant for grant in create_assignments(given.job).first if grant.worker < n_present],
             self._save_shard,
             state,
         )

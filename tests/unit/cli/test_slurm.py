@@ -202,7 +202,7 @@ def test_a_template_is_the_output_of_its_command(
 
 
 def test_list_of_templates() -> None:
-    assert {path.stem for path in TEMPLATES} == {"array", "cpu", "gpu", "hetjob", "preemptible"}
+    assert {path.stem for path in TEMPLATES} == {"array", "cpu", "gpu", "hetjob", "preemptible", "restart"}
 
 
 @pytest.mark.parametrize("text", ["a\ntouch x\n.toml", "a\x1b[2J.toml", "a\r.toml"])

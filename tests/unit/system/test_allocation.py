@@ -1,0 +1,50 @@
+"""What is left of an allocation: ranks, and the variables that a launcher reads. Slurm itself: tests/slurm."""
+
+import pytest
+
+from hpcsync.system import allocation
+from hpcsync.system.allocation import Left, left
+
+FOUR = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "4"}
+
+
+@pytest.fixture(autouse=True)
+def time_flies(monkeypatch):
+    monkeypatch.setattr(allocation.time, "sleep", lambda s: None)
+
+
+@pytest.mark.parametrize("environ", [{}, {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1"}])
+def test_without_several_nodes_all_ranks_are_left(environ):
+    assert left(8, environ) == Left(8, {})
+
+
+def test_all_nodes_answer():
+    assert left(8, FOUR, lambda job: ["a", "b", "c", "d"], set) == Left(8, {})
+
+
+@pytest.mark.parametrize(("n_ranks", "n_left", "per_node"), [(8, 6, 2), (4, 3, 1), (7, 6, 2), (5, 5, 2), (13, 12, 4)])
+def test_a_node_that_was_removed(n_ranks, n_left, per_node):
+    found = left(n_ranks, FOUR, lambda job: ["a", "b", "d"], set)
+    assert found.n_ranks == n_left
+    assert found.variables["SLURM_JOB_NUM_NODES"] == found.variables["SLURM_NNODES"] == "3"
+    assert found.variables["SLURM_NODELIST"] == "a,b,d"
+    assert found.variables["SLURM_NTASKS"] == str(n_left)
+    assert found.variables["SLURM_TASKS_PER_NODE"] == f"{per_node}(x3)"
+
+
+def test_it_waits_until_a_node_that_does_not_answer_is_removed(capsys):
+    said = iter([["a", "b", "c", "d"]] * 3 + [["a", "b", "d"]] * 2)
+    found = left(8, FOUR, lambda job: next(said), lambda nodes: set(nodes) - {"c"})
+    assert found.n_ranks == 6
+    assert len(list(said)) == 1
+    assert capsys.readouterr().err == "hpcsync: no answer from c: waiting until Slurm has removed it\n"
+
+
+def test_it_does_not_wait_for_ever(monkeypatch):
+    monkeypatch.setattr(allocation, "REMOVED_WITHIN_S", 0.1)
+    assert left(8, FOUR, lambda job: ["a", "b", "c", "d"], lambda nodes: {"a"}) == Left(8, {})
+
+
+def test_without_slurms_commands_all_ranks_are_left(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert left(8, FOUR) == Left(8, {})
