@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import math
 import os
 import re
 import shlex
@@ -101,6 +102,7 @@ OF_USERS = ("OMPI_MCA_", "OMPI_ALLOW_", "PMIX_MCA_", "PRTE_MCA_", "PRTE_ALLOW_")
 SRUN_MPI = {"Open MPI": "pmix", "MPICH": "pmi2"}  # value of srun's --mpi with which the ranks are one world
 
 RANKS_PER_CORE, RANKS_ANYWHERE = 8, 16  # limits without --oversubscribe: more ranks are rarely intended
+LOOK_S, LOST_S = 0.5, 5.0  # how often a start is looked at; how long ranks may take to end after each other
 STARTING_GRACE_S = 1.5  # for ranks that have not begun to train, and have nothing to save
 
 TERMINAL = "HPCSYNC_TERMINAL"  # environment variable of the ranks: columns of the terminal that shows their output
@@ -376,7 +378,8 @@ def launch(
             raise LaunchError(f"{line[0]}: {error.strerror}") from None
         if process.stdout is not None and process.stderr is not None:
             written.forward(process.stdout, process.stderr)
-        timed_out = _wait(process, signums, timeout_s, _passing_on(process, mark, suspends, listening))
+        lost = _lost_at_start(mark, listening) if tolerant else lambda: False
+        timed_out = _wait(process, signums, timeout_s, _passing_on(process, mark, suspends, listening), lost)
         stopped = process.returncode is None
         if stopped:
             _stop(process, STARTING_GRACE_S if suspends and not listening.exists() else grace_s)
@@ -437,8 +440,9 @@ def _wait(
     signums: list[int],
     timeout_s: float | None,
     passed_on: Callable[[int], bool] = lambda signum: False,
+    lost: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """Wait until the process ends, a signal arrives that is not forwarded, or the time is over.
+    """Wait until the process ends, a signal arrives that is not forwarded, `lost` holds, or the time is over.
 
     Return True if the time is over.
     """
@@ -455,6 +459,29 @@ def _wait(
         except subprocess.TimeoutExpired:
             if deadline is not None and time.monotonic() >= deadline:
                 return True
+            if lost():
+                print("hpcsync: a rank died before training began", file=sys.stderr)
+                return False
+
+
+def _lost_at_start(mark: str, listening: Path) -> Callable[[], bool]:
+    """Return a function that is true if a rank on this node ended `LOST_S` ago and training has not begun since.
+
+    A tolerant launcher does not end the others, which wait for the rank within MPI_Init for ever.
+    """
+    ranks: set[int] = set()
+    looked_s, missing_s = 0.0, math.inf
+
+    def lost() -> bool:
+        nonlocal ranks, looked_s, missing_s
+        now_s = time.monotonic()
+        if now_s - looked_s >= LOOK_S and not listening.exists():
+            looked_s, running = now_s, _ranks(mark)
+            missing_s = math.inf if ranks <= running else min(missing_s, now_s)
+            ranks |= running
+        return now_s - missing_s >= LOST_S and not listening.exists()
+
+    return lost
 
 
 def _stop(process: subprocess.Popen[bytes], grace_s: float) -> None:
@@ -476,6 +503,16 @@ def _listeners(listening: Path) -> set[int]:
     with contextlib.suppress(FileNotFoundError):
         return {int(pid) for pid in listening.read_text().split()}
     return set()
+
+
+def _ranks(mark: str) -> set[int]:
+    """Return the ranks' processes of this launch on this node, without those that they have started."""
+    found = {
+        pid: environ
+        for pid, environ in process_cleanup.find(mark).items()
+        if environ[MARK] == mark and under_launcher(environ)
+    }
+    return {pid for pid in found if process_cleanup.parent(pid) not in found}
 
 
 def _rank_0(mark: str) -> set[int]:

@@ -217,6 +217,21 @@ def test_without_server_0_or_any_worker_the_run_ends(tmp_path: Path) -> None:
             assert load(folder / "out" / "trace.h5").status == "failed"
 
 
+@needs_tolerance
+@pytest.mark.once
+def test_a_rank_that_dies_before_mpi_knows_it_ends_the_run(tmp_path: Path) -> None:
+    """The others would wait for it within MPI_Init."""
+    folder = write_job(tmp_path / "job", "bsp")
+    with started(hpcsync("run", "job.toml", "--out", "out"), folder) as program:
+        program.wait_for(lambda it: "loading libraries" in it.out)
+        program.rank(2).send_signal(signal.SIGKILL)
+        begin_s = time.monotonic()
+        assert program.status == 1
+        assert time.monotonic() - begin_s < 20
+    assert "hpcsync: a rank died before training began\n" in program.err
+    assert "Traceback" not in program.err
+
+
 def test_where_nobody_can_go_on_one_line_says_so(tmp_path: Path) -> None:
     folder = write_job(tmp_path / "bsp", "bsp")
     arguments = ["-m", "mpi4py", "-m", "hpcsync", "run", "job.toml", "--out", "out"]
