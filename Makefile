@@ -16,7 +16,7 @@ run: .venv/ready
 # Two of these at a time: they wait for the network and the disk, or are one process.
 test: .venv/ready
 	$(MAKE) -j 2 check docs venv
-	$(MAKE) unit
+	$(MAKE) -j 2 --output-sync=line unit slurm
 	$(MAKE) ranks
 
 # ---- the environments: made again when what they are made from changes ----
@@ -50,9 +50,18 @@ check: .venv/ready
 unit: .venv/ready
 	.venv/bin/python -m pytest -q -n $(AT_A_TIME) --dist loadfile $(TURNS) tests/unit
 
-# Under both MPIs: the same tests at several numbers of ranks, then whole runs, then runs between hosts and under Slurm. What is marked
-# `once`, because it hardly depends on the MPI, is left to the first. Whole runs are two files at a time, since many of them wait more
-# than they work; the files that take longest come first. (The two MPIs side by side take little less on two cores.)
+# What is marked `once`, because it hardly depends on the MPI, is left to the first.
+ONCE = $(if $(filter .venv-mpich,$*),-m "not once")
+
+# Under Slurm, for which these tests wait most of the time, so they run beside the unit tests.
+slurm: slurm-.venv slurm-.venv-mpich
+
+slurm-.venv slurm-.venv-mpich: slurm-%: %/ready
+	$*/bin/python -m pytest -x -q -rs tests/slurm $(ONCE)
+
+# Under both MPIs: the same tests at several numbers of ranks, then whole runs, on one host and on several. Whole runs are three files at a
+# time, since many of them wait more than they work; the files that take longest come first. (The two MPIs side by side take little less
+# on two cores.)
 ranks: ranks-.venv ranks-.venv-mpich
 
 ranks-.venv ranks-.venv-mpich: ranks-%: %/ready
@@ -60,15 +69,14 @@ ranks-.venv ranks-.venv-mpich: ranks-%: %/ready
 	if ls tests/mpi/test_*.py >/dev/null 2>&1; then \
 	    for n in $(SIZES); do \
 	        $*/bin/python -m hpcsync launch -n $$n --timeout 600 -- python -m mpi4py -m pytest -x -q --color=no tests/mpi \
-	            $(if $(filter .venv-mpich,$*),-m "not once") $(TURNS); \
+	            $(ONCE) $(TURNS); \
 	    done; \
 	fi; \
 	if ls tests/gpu/test_*.py >/dev/null 2>&1; then \
 	    $*/bin/python -m hpcsync launch -n 2 --timeout 1200 -- python -m mpi4py -m pytest -x -q -rs --color=no tests/gpu; \
 	fi; \
-	echo "$*/bin/python -m pytest tests/slurm tests/hosts tests/runs"; \
-	$*/bin/python -m pytest -x -q -rs -n 2 --dist loadfile --no-loadscope-reorder tests/slurm tests/hosts tests/runs \
-	    $(if $(filter .venv-mpich,$*),-m "not once")
+	echo "$*/bin/python -m pytest tests/hosts tests/runs"; \
+	$*/bin/python -m pytest -x -q -rs -n 3 --dist loadfile --no-loadscope-reorder tests/hosts tests/runs $(ONCE)
 
 # The wheel in an environment of its own, with what it asks for in the pinned versions. (`make test` tries it in one that
 # borrows these.)
@@ -142,4 +150,4 @@ clean:
 	rm -rf .venv .venv-mpich .venv-newest .venv-scripts build docs/_build *.egg-info .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: run test venv check unit ranks ranks-.venv ranks-.venv-mpich wheel-check scripts benchmarks docs/benchmarks.json gpu newest docs format clean
+.PHONY: run test venv check unit slurm slurm-.venv slurm-.venv-mpich ranks ranks-.venv ranks-.venv-mpich wheel-check scripts benchmarks docs/benchmarks.json gpu newest docs format clean

@@ -101,6 +101,20 @@ def remove_segments(since_ns: int) -> None:
                 path.unlink()
 
 
+def remove_sessions(since_ns: int) -> None:
+    """Remove the empty folders that Open MPI's ranks have left since a time in the folder for temporary files.
+
+    A rank that starts while its launcher is being killed makes folders of its own: ompi.HOST.USER/jf.0/JOB/RANK.
+    """
+    temporary = next((os.environ[name] for name in ("TMPDIR", "TEMP", "TMP") if os.environ.get(name)), "/tmp")
+    top = Path(temporary) / f"ompi.{platform.node()}.{os.getuid()}"
+    for job in top.glob("jf.*/*"):
+        if _is_ours(job, since_ns):
+            for folder in (*job.glob("*"), job, job.parent, top):
+                with contextlib.suppress(OSError):  # it is not empty
+                    folder.rmdir()
+
+
 def _is_ours(path: Path, since_ns: int) -> bool:
     with contextlib.suppress(OSError):
         found = path.stat()
@@ -166,6 +180,7 @@ def _guard(mark: str, since_ns: int) -> None:
         time.sleep(0.05)
     kill(mark)
     remove_segments(since_ns)
+    remove_sessions(since_ns)
     if will.argv:
         with contextlib.suppress(OSError):
             subprocess.run(will.argv, stdin=subprocess.DEVNULL, check=False)

@@ -88,3 +88,20 @@ def test_only_segments_that_nobody_uses_are_removed(tmp_path, monkeypatch):
         mapped.close()
     remove_segments(since_ns)
     assert {*tmp_path.iterdir()} == {before, *kept[2:]}
+
+
+def test_only_empty_sessions_since_the_launch_are_removed(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    top = tmp_path / f"ompi.{os.uname().nodename}.{os.getuid()}"
+    (top / "jf.0" / "1" / "0").mkdir(parents=True)
+    time.sleep(0.02)
+    since_ns = time.time_ns()
+    time.sleep(0.02)
+    for name in ("2/0", "2/1", "3/0"):
+        (top / "jf.0" / name).mkdir(parents=True)
+    (top / "jf.0" / "3" / "0" / "used").touch()
+    process_cleanup.remove_sessions(since_ns)
+    assert {path.name for path in top.glob("jf.0/*")} == {"1", "3"}
+    (top / "jf.0" / "3" / "0" / "used").unlink()
+    process_cleanup.remove_sessions(0)
+    assert list(tmp_path.iterdir()) == []
