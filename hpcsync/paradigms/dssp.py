@@ -73,7 +73,7 @@ class DSSP(SSP):
     slowest
         Worker that the controller takes for the slowest.
     slowest_pushed_s
-        Time of its last push.
+        Time of its last push. Bounded, its next push is predicted from its latest grant instead, as it may have waited.
     slowest_interval_s
         Its last interval.
     r_star
@@ -181,7 +181,12 @@ class DSSP(SSP):
         else:
             about_slowest = (float(slowest), self._pushed_s[slowest], self._interval_s[slowest])
             r_star, wait_s = closest_approach(
-                self._now_s, self._interval_s[worker], *about_slowest[1:], self.r_max, clamp=self.bounded
+                self._now_s,
+                self._interval_s[worker],
+                self._interval_begin_s[slowest],
+                self._interval_s[slowest],
+                self.r_max,
+                clamp=self.bounded,
             )
         credits = min(r_star, credits_max)
         inputs = (float(gap_iters), self._interval_s[worker], *about_slowest, float(r_star), wait_s)
@@ -213,7 +218,7 @@ class DSSP(SSP):
 
     def _grant(self, worker: int, credits: int = 0) -> Grant:
         # (i) The paper's interval runs from push to push and so contains the worker's own wait, which is unrelated to
-        # its speed. Bounded: the interval begins with the grant.
+        # its speed. Bounded: the interval begins with the grant, and the next push is predicted from there.
         if self.bounded:
             self._interval_begin_s[worker] = self._now_s
         return super()._grant(worker, credits)
@@ -242,14 +247,14 @@ class DSSP(SSP):
 
     def _next_push_s(self, worker: int) -> float:
         """Return the predicted time of the worker's next push; inf if it has not pushed twice."""
-        next_push_s = self._pushed_s[worker] + self._interval_s[worker]
+        next_push_s = self._interval_begin_s[worker] + self._interval_s[worker]
         return math.inf if math.isnan(next_push_s) else next_push_s
 
 
 def closest_approach(
     pushed_s: float,
     interval_s: float,
-    slowest_pushed_s: float,
+    slowest_begin_s: float,
     slowest_interval_s: float,
     r_max: int,
     *,
@@ -258,15 +263,15 @@ def closest_approach(
     """Return the number of extra iterations after which the pushes of two workers come closest.
 
     Algorithm 2, lines 6 to 8. The worker itself, which has just pushed, would push after r extra iterations at
-    ``pushed_s + r * interval_s``; the slowest pushes at ``slowest_pushed_s + (k + 1) * slowest_interval_s``, with r and
+    ``pushed_s + r * interval_s``; the slowest pushes at ``slowest_begin_s + (k + 1) * slowest_interval_s``, with r and
     k from 0 to r_max (following the index ranges; the text speaks of r_max elements).
 
     Parameters
     ----------
     pushed_s, interval_s
         Last push and last interval of the worker, in seconds.
-    slowest_pushed_s, slowest_interval_s
-        The same of the slowest worker.
+    slowest_begin_s, slowest_interval_s
+        Begin of the slowest worker's current interval, and its last interval, in seconds.
     r_max
         Largest r and k.
     clamp
@@ -288,7 +293,7 @@ def closest_approach(
     O(r_max).
     """
     r = k = 0
-    own_s, slowest_s = pushed_s, slowest_pushed_s + slowest_interval_s
+    own_s, slowest_s = pushed_s, slowest_begin_s + slowest_interval_s
     if clamp:
         slowest_s = max(slowest_s, pushed_s)
     r_star, wait_s = 0, slowest_s - own_s
@@ -300,7 +305,7 @@ def closest_approach(
             own_s = pushed_s + r * interval_s
         else:
             k += 1
-            slowest_s = slowest_pushed_s + (k + 1) * slowest_interval_s
+            slowest_s = slowest_begin_s + (k + 1) * slowest_interval_s
     return r_star, wait_s
 
 

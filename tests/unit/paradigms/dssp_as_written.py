@@ -7,10 +7,10 @@ from hpcsync.paradigms.dssp import DSSP
 from tests.unit.paradigms.schedule import run
 
 
-def brute_force(pushed_s, interval_s, slowest_pushed_s, slowest_interval_s, r_max, clamp):
+def brute_force(pushed_s, interval_s, slowest_begin_s, slowest_interval_s, r_max, clamp):
     """Algorithm 2, lines 6 to 8, as written: every pair, then the smallest (distance, r, k)."""
     own_s = [pushed_s + r * interval_s for r in range(r_max + 1)]
-    slowest_s = [slowest_pushed_s + (k + 1) * slowest_interval_s for k in range(r_max + 1)]
+    slowest_s = [slowest_begin_s + (k + 1) * slowest_interval_s for k in range(r_max + 1)]
     if clamp:
         slowest_s[0] = max(slowest_s[0], pushed_s)
     _, r, k = min((abs(slowest_s[k] - own_s[r]), r, k) for r in range(r_max + 1) for k in range(r_max + 1))
@@ -86,13 +86,17 @@ class Reference:
         self.blocked[p] = now_s
         return []
 
+    def begin_s(self, q):
+        # Bounded: its interval begins with the OK, of which there is none since a push that still waits.
+        return max(self.pushed_s[q][-1], self.ok_s[q]) if self.bounded else self.pushed_s[q][-1]
+
     def controller(self, p, now_s):
         fewest = min(self.t[q] for q in self.active)
         slowest = [q for q in self.active if self.t[q] == fewest]
         if not all(self.intervals_s[q] for q in [p, *slowest]):
             return 0, None
-        s = max(slowest, key=lambda q: (self.pushed_s[q][-1] + self.intervals_s[q][-1], -q))
-        seen = now_s, self.intervals_s[p][-1], self.pushed_s[s][-1], self.intervals_s[s][-1]
+        s = max(slowest, key=lambda q: (self.begin_s(q) + self.intervals_s[q][-1], -q))
+        seen = now_s, self.intervals_s[p][-1], self.begin_s(s), self.intervals_s[s][-1]
         return brute_force(*seen, self.s_u - self.s_l, self.bounded)[0], s
 
 

@@ -45,10 +45,10 @@ _s = st.one_of(st.integers(0, 12).map(float), st.floats(0.0, 50.0), st.floats(0.
 
 
 @PROPERTY
-@given(pushed_s=_s, interval_s=_s, slowest_pushed_s=_s, slowest_interval_s=_s, r_max=st.integers(0, 14))
+@given(pushed_s=_s, interval_s=_s, slowest_begin_s=_s, slowest_interval_s=_s, r_max=st.integers(0, 14))
 @both_modes
-def test_controller_equals_the_brute_force(pushed_s, interval_s, slowest_pushed_s, slowest_interval_s, r_max, mode):
-    seen = pushed_s, interval_s, slowest_pushed_s, slowest_interval_s, r_max
+def test_controller_equals_the_brute_force(pushed_s, interval_s, slowest_begin_s, slowest_interval_s, r_max, mode):
+    seen = pushed_s, interval_s, slowest_begin_s, slowest_interval_s, r_max
     clamp = mode == "bounded"
     result = closest_approach(*seen, clamp=clamp)
     assert result == brute_force(*seen, clamp)
@@ -116,9 +116,9 @@ def test_c_a_grant_is_clipped_to_staleness_max():
 def test_c_a_second_grant_is_clipped_below_r_star():
     # First r* = 1; then the worker gets faster, and r* exceeds the rest.
     paradigm = dssp(2, 0, 2)
-    play(paradigm, (10.0, 1), (10.0, 0), (20.0, 1), (28.0, 0))
-    first = play(paradigm, (29.0, 0))[-1]
-    second = play(paradigm, (29.1, 0))[-1]
+    play(paradigm, (10.0, 1), (10.0, 0), (20.0, 1), (28.0, 0))  # worker 1, held until 28 s, is due at 38 s
+    first = play(paradigm, (33.0, 0))[-1]
+    second = play(paradigm, (33.1, 0))[-1]
     assert (first[0].chosen, first[1].gap_iters) == (1.0, 1)
     r_star = second[0].inputs[list(DSSP.decision_fields).index("r_star")]
     assert (r_star, second[0].chosen, second[1].gap_iters) == (2.0, 1.0, 2)
@@ -151,6 +151,16 @@ def test_e_of_the_slowest_the_one_predicted_last_counts():
     assert (of_two["slowest"], of_two["slowest_pushed_s"], of_two["slowest_interval_s"]) == (2.0, 14.0, 9.0)
     paradigm.handle(Left(14.5, 2))
     assert slowest(14.6, 4)["slowest"] == 3.0
+
+
+def test_i_a_slowest_worker_that_was_held_is_expected_from_its_grant():
+    """Worker 0 takes 5 s and is held from 10 to 20 s, so it is due at 25 s; as printed it has been due since 15 s."""
+    pushes = (5.0, 0), (5.001, 1), (10.0, 0), (20.0, 1), (21.0, 1)
+    fields = list(DSSP.decision_fields)
+    (bounded, *_), (paper, *_) = (play(dssp(2, 0, 6, mode), *pushes)[-1] for mode in ("bounded", "paper"))
+    assert bounded.inputs[fields.index("r_star")] == 4.0
+    assert abs(bounded.inputs[fields.index("predicted_wait_s")]) < 0.01
+    assert paper.inputs[fields.index("slowest_pushed_s")] + paper.inputs[fields.index("slowest_interval_s")] == 15.0
 
 
 @both_modes
@@ -316,7 +326,20 @@ class MeasuresWaits(DSSP):
         return grant
 
 
+class PredictsFromThePush(DSSP):
+    """Expects a slowest worker as if it had not been held."""
+
+    def _consult(self, worker, gap_iters, credits_max):
+        begin_s = self._interval_begin_s.copy()
+        self._interval_begin_s[:] = self._pushed_s
+        answer = super()._consult(worker, gap_iters, credits_max)
+        begin_s[worker] = self._interval_begin_s[worker]
+        self._interval_begin_s[:] = begin_s
+        return answer
+
+
 NOISY = Schedule([[1.0, 0.7, 1.2] * 40, [2.2, 1.9, 2.4] * 20, [2.0, 2.5, 2.1] * 20, [1.1, 3.0, 2.0] * 20])
+TAKING_TURNS = Schedule([[1.0] * 7 + [7.0] * 7 + [1.0] * 6, [7.0] * 7 + [1.0] * 6 + [7.0] * 5])  # at being slow
 LIMITS = {"staleness_min": 1, "staleness_max": 5}
 
 
@@ -328,10 +351,19 @@ def test_check_and_the_referee_see_a_controller_without_bound(kind):
         run(kind(4, **LIMITS), NOISY, bound_iters=5, check=False)
 
 
-@pytest.mark.parametrize("kind", [AsksTheFirstOfTheSlowest, MeasuresWaits, Unclipped])
-def test_the_comparison_with_the_algorithms_sees_a_wrong_branch(kind):
-    assert disagreement(DSSP(4, **LIMITS), 1, 5, "bounded", NOISY) is None
-    assert disagreement(kind(4, **LIMITS), 1, 5, "bounded", NOISY) is not None
+@pytest.mark.parametrize(
+    ("kind", "schedule"),
+    [
+        (AsksTheFirstOfTheSlowest, NOISY),
+        (MeasuresWaits, NOISY),
+        (PredictsFromThePush, TAKING_TURNS),
+        (Unclipped, NOISY),
+    ],
+)
+def test_the_comparison_with_the_algorithms_sees_a_wrong_branch(kind, schedule):
+    n_workers = schedule.n_workers
+    assert disagreement(DSSP(n_workers, **LIMITS), 1, 5, "bounded", schedule) is None
+    assert disagreement(kind(n_workers, **LIMITS), 1, 5, "bounded", schedule) is not None
 
 
 @pytest.mark.parametrize(
