@@ -66,7 +66,8 @@ def run(
             if in_vain == MOST_IN_VAIN:
                 print(f"hpcsync: died {in_vain} times without a new checkpoint: not restarted", file=sys.stderr)
                 break
-            left = allocation.left(attempt.n_ranks)
+            with ending_at_once():
+                left = allocation.left(attempt.n_ranks)
             os.environ.update(left.variables)
             print(f"hpcsync: restarting {left.n_ranks} of {attempt.n_ranks} ranks", file=sys.stderr)
             attempt = _run(path, overrides, left.n_ranks, folder, True, oversubscribe=oversubscribe, log=log)
