@@ -56,7 +56,7 @@ class PeerRecount:
         self.rows, self.updates, self.evaluations, self.membership, clocks = (
             trace.tables[table] for table in ("exchanges", "updates", "evaluations", "membership", "clocks")
         )
-        self.decisions = trace.tables["decisions"]
+        self.decisions, self.starts = trace.tables["decisions"], trace.tables["starts"]
         self.is_step = self.rows["batch_size"] > 0
         self.steps = self.rows[self.is_step]
         self.count = running_count(self.steps["worker"])

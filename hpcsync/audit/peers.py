@@ -395,11 +395,19 @@ def no_worker_acts_after_leaving(run: PeerRecount) -> Check:
     )
 
 
+def _made_before_last_start(run: PeerRecount) -> int:
+    """Return the iterations that each worker had made when a synchronous run last resumed; 0 if it never did."""
+    if len(run.starts) < 2:
+        return 0
+    return int(run.steps["iteration"][run.steps["now_s"] <= run.starts["now_s"][-1]].max(initial=0))
+
+
 def stopping_rule_ends_the_run(run: PeerRecount) -> Check:
     """Check the end of the run.
 
     All workers have left in the end: when the stopping rule held, or earlier if the job or its script ends a worker.
-    Synchronous workers end after the same iteration, the first one whose counts satisfy the rule.
+    Synchronous workers end after the same iteration, the first one whose counts satisfy the rule. A resumed run may
+    have another rule than before: only iterations after the last resume are compared with it.
     """
     name, job = "the stopping rule ended the run", run.job
     if not run.finished:
@@ -417,7 +425,7 @@ def stopping_rule_ends_the_run(run: PeerRecount) -> Check:
         counts = zip(run.samples_as_counted[1:].tolist(), n_updates.tolist(), strict=True)
         enough = [stop.reached(samples=samples, updates=updates) for samples, updates in counts]
         ended = ended or any(enough[-1:])
-        uneven, late = remains & (run.made != most), any(enough[:-1])
+        uneven, late = remains & (run.made != most), any(enough[_made_before_last_start(run) : -1])
     else:
         ended = ended or stop.reached(samples=int(updates["samples"].max(initial=0)), updates=len(updates))
     return check_all(

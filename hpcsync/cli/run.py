@@ -68,6 +68,10 @@ def run(
                 break
             with ending_at_once():
                 left = allocation.left(attempt.n_ranks)
+            if left.n_ranks < attempt.n_ranks and not attempt.has_checkpoint:
+                what = f"{left.n_ranks} of {attempt.n_ranks} ranks are left, and no checkpoint"
+                print(f"hpcsync: {what}: not restarted", file=sys.stderr)
+                break
             os.environ.update(left.variables)
             print(f"hpcsync: restarting {left.n_ranks} of {attempt.n_ranks} ranks", file=sys.stderr)
             attempt = _run(path, overrides, left.n_ranks, folder, True, oversubscribe=oversubscribe, log=log)
@@ -85,13 +89,14 @@ class _Attempt(NamedTuple):
         Number of ranks.
     restarts_in
         Folder of the run if a rank has died and the job asks for a restart; None otherwise.
-    made_checkpoint
-        Whether there is a newer checkpoint than the one from which it resumed.
+    has_checkpoint, made_checkpoint
+        Whether there is a checkpoint, and one that is newer than that from which it resumed.
     """
 
     status: int
     n_ranks: int = 0
     restarts_in: Path | None = None
+    has_checkpoint: bool = False
     made_checkpoint: bool = False
 
 
@@ -145,7 +150,7 @@ def _run(
     newest = checkpoints.newest(folder)
     if died and ended.signum is None and job.cluster.on_death == "restart":
         made = checkpoints.number_of(newest) > checkpoints.number_of(None if before is None else before.checkpoint)
-        return _Attempt(status, n_ranks, folder, made)
+        return _Attempt(status, n_ranks, folder, newest is not None, made)
     if newest is not None and status != 0 and ended.status != TO_BE_RESUMED:
         print(f"hpcsync: use --resume to resume from {newest}", file=sys.stderr)
     return _Attempt(status)
@@ -158,7 +163,7 @@ def _concluded(folder: Path, ended: launcher.Ended) -> tuple[int, bool]:
     # Open MPI's launcher ends with status 0 when it has lost a whole node: only the last file of a run proves its end.
     if ended.status == 0 and (folder / layout.SUMMARY).exists():
         return 0, False
-    killed = ended.status not in (0, 1, 2, TO_BE_RESUMED)
+    killed = ended.status not in (1, 2, TO_BE_RESUMED)
     if not (folder / layout.TRACE).exists():
         if ended.signum is not None:
             print("hpcsync: interrupted before training began", file=sys.stderr)
@@ -166,8 +171,8 @@ def _concluded(folder: Path, ended: launcher.Ended) -> tuple[int, bool]:
         return 2 if ended.status == 2 else 1, killed
     if ended.status == TO_BE_RESUMED:
         return 1 if ended.signum == signal.SIGINT else TO_BE_RESUMED, False
-    was_running = _settle(folder, "failed" if ended.signum is None else "interrupted")
-    return TO_BE_RESUMED if ended.signum == signal.SIGTERM else 1, killed or was_running
+    before = _settle(folder, "failed" if ended.signum is None else "interrupted")
+    return TO_BE_RESUMED if ended.signum == signal.SIGTERM else 1, killed or before == "running"
 
 
 def _check(path: Path, job: Job, overrides: Sequence[str]) -> None:
@@ -236,23 +241,20 @@ def _settling(folder: Path) -> list[str]:
     return [sys.executable, "-c", code, str(folder.absolute()), "interrupted"]
 
 
-def _settle(folder: Path, status: str) -> bool:
-    """Write the status of the run into its trace and status file, if the ranks were killed before they could.
-
-    Return whether they were.
-    """
+def _settle(folder: Path, status: str) -> str | None:
+    """Write the status of the run into its trace and status file, if the ranks could not; return that of before."""
     from hpcsync.run_dir import layout, status_file
     from hpcsync.trace.reader import TraceError, settle
 
     trace = folder / layout.TRACE
     status_file.settle(folder, status)
     try:
-        if settle(trace, status):
+        if before := settle(trace, status):
             print(f"hpcsync: {status}; the trace so far is {trace}", file=sys.stderr)
-            return True
+            return before
     except TraceError as error:
         print(f"hpcsync: {error}", file=sys.stderr)
-    return False
+    return None
 
 
 def show(path: Path, overrides: Sequence[str], *, load: bool) -> None:

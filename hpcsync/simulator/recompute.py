@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from hpcsync.audit.check import Check, Part, check_all
@@ -110,6 +111,8 @@ def check_determined(trace: Trace) -> None:
         raise NotRecomputed(f"under {job.paradigm.label} it depends on when models arrived, which is not in the trace")
     if job.batches.policy != "equal":
         raise NotRecomputed("batches are allocated by measured times")
+    if not len(trace.tables["exchanges"]):
+        raise NotRecomputed("it has no iteration")
     steps = np.bincount(trace.tables["exchanges"]["worker"], minlength=trace.n_workers)
     if len(np.unique(steps)) > 1:
         raise NotRecomputed("workers left before its end")
@@ -288,7 +291,10 @@ def _compared(name: str, values: Values) -> Check:
 
 
 def _compared_weights(workload: Workload, path: Path) -> Check:
-    saved = load_file(path)
+    try:
+        saved = load_file(path)
+    except SafetensorError as error:
+        return Check(WEIGHTS, False, 0, f"{path.name}: {error}")
     own = {id(parameter) for parameter in trainable(workload.model)}
     named = [(name, each) for name, each in workload.model.named_parameters(remove_duplicate=True) if id(each) in own]
     lost = [name for name, _ in named if name not in saved]

@@ -8,7 +8,6 @@ allocation as it was.
 
 from __future__ import annotations
 
-import math
 import os
 import subprocess
 import sys
@@ -45,7 +44,8 @@ def left(
 ) -> Left:
     """Return for how many of `n_ranks` ranks there is room: for all of them unless nodes of a Slurm job have failed.
 
-    If a node does not answer, wait until Slurm has removed it. The others take as many ranks each as before.
+    If a node does not answer, wait until Slurm has removed it. The others take as many ranks each as before, rounded
+    down where the nodes had unequal numbers.
 
     Parameters
     ----------
@@ -64,7 +64,7 @@ def left(
     nodes = _settled(job, nodes_of or _nodes_of, answering or _answering)
     if not 0 < len(nodes) < n_before:
         return Left(n_ranks, {})
-    per_node, n_nodes = math.ceil(n_ranks / n_before), str(len(nodes))
+    per_node, n_nodes = max(1, n_ranks // n_before), str(len(nodes))
     n_left = min(n_ranks, per_node * len(nodes))
     return Left(
         n_left,

@@ -507,13 +507,9 @@ def _listeners(listening: Path) -> set[int]:
 
 
 def _ranks(mark: str) -> set[int]:
-    """Return the ranks' processes of this launch on this node, without those that they have started."""
-    found = {
-        pid: environ
-        for pid, environ in process_cleanup.find(mark).items()
-        if environ[MARK] == mark and under_launcher(environ)
-    }
-    return {pid for pid in found if process_cleanup.parent(pid) not in found}
+    """Return the ranks of this launch of which a process is running on this node."""
+    environs = process_cleanup.find(mark).values()
+    return {expected_rank(environ) for environ in environs if environ[MARK] == mark and under_launcher(environ)}
 
 
 def _rank_0(mark: str) -> set[int]:

@@ -67,14 +67,6 @@ def find(mark: str) -> dict[int, dict[str, str]]:
     return found
 
 
-def parent(pid: int) -> int | None:
-    """Return the parent of a process; None if it has ended."""
-    try:
-        return int((PROCESSES / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return None
-
-
 def kill(mark: str) -> None:
     """Kill the leftover processes of this launch, which have lost their parent if the launcher died."""
     deadline_s = time.monotonic() + 2.0  # a process that is in a system call does not end at once

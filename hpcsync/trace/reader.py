@@ -304,7 +304,7 @@ def load(path: str | Path) -> Trace:
     return Trace(file.path, file.attributes, tables, altered)
 
 
-def settle(path: str | Path, status: str) -> bool:
+def settle(path: str | Path, status: str) -> str | None:
     """Set the final status of a trace whose run could not set it itself; for a launcher whose ranks have died.
 
     A trace that is `running` or `interrupted` gets the status; a `finished` or `failed` one keeps its own. A missing
@@ -320,8 +320,8 @@ def settle(path: str | Path, status: str) -> bool:
 
     Returns
     -------
-    bool
-        True if the status was set.
+    str or None
+        The status before, if it was changed.
 
     Raises
     ------
@@ -332,15 +332,16 @@ def settle(path: str | Path, status: str) -> bool:
         raise ValueError(f"status is {status!r}; must be one of {', '.join(STATUSES[1:])}")
     path = Path(path)
     if not path.exists():
-        return False
+        return None
     try:
         with _open_when_free(path) as file:
-            open_end = file.attrs.get("status") in ("running", "interrupted")
+            before = file.attrs.get("status")
+            open_end = before in ("running", "interrupted")
             if open_end:
                 file.attrs.modify("status", status)
     except (OSError, RuntimeError) as error:
         raise TraceError(f"{path}: its status cannot be written: {_first_line(error)}") from None
-    return open_end
+    return str(before) if open_end else None
 
 
 def _open_when_free(path: Path) -> h5py.File:

@@ -94,11 +94,12 @@ def test_a_rank_that_raises_is_not_started_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.once
-def test_an_interrupted_run_is_not_started_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("target", ["hpcsync run", "rank 0"])
+def test_an_interrupted_run_is_not_started_again(tmp_path: Path, target: str) -> None:
     write(tmp_path, "bsp")
     with started(hpcsync("run", "job.toml", "--out", "out"), tmp_path) as run:
         run.wait_for(lambda _: (tmp_path / "out" / "checkpoints" / "1").exists())
-        run.process.send_signal(signal.SIGINT)
+        (run.process if target == "hpcsync run" else run.rank(0)).send_signal(signal.SIGINT)
         assert run.status == 1
     assert "restarting" not in run.err
 

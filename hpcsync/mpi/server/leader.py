@@ -95,7 +95,7 @@ class Leader:
         with on_signals(received.append):
             chores_s = 0.0
             n_present = self._link.comm.size - self._link.roles.n_servers
-            for worker in range(n_present, self._link.roles.n_workers):  # absent since the run was resumed
+            for worker in range(n_present, self._link.roles.n_workers):  # absent since this start
                 self._remove(self._link.clock.now(), worker)
             while self._coordinator.active or self._shard.is_hiding:
                 self._shard.poll()

@@ -438,6 +438,18 @@ def test_synchronous_workers_end_when_the_rule_holds(traces):
         assert failing(as_seed(traces[paradigm], record(paradigm, samples=160))) == {END}
 
 
+def test_a_resumed_run_may_have_another_rule(traces):
+    """The traces end after 320 samples, by the rule of the job with which they began."""
+    for paradigm in ("allreduce", "local-sgd", "permutation", "ring"):
+        trace = as_seed(traces[paradigm], record(paradigm, samples=160))
+        steps = trace.tables["exchanges"][trace.tables["exchanges"]["batch_size"] > 0]
+        start = np.zeros(2, trace.tables["starts"].dtype)
+        for before, expected in ((1, set()), (2, {END})):
+            last = steps["now_s"][steps["iteration"] == steps["iteration"].max() - before]
+            start["now_s"] = 0.0, last.max()
+            assert failing(with_rows(trace, "starts", start)) == expected
+
+
 def test_synchronous_workers_end_after_the_same_iteration(traces):
     trace = traces["local-sgd"]
     rows = trace.tables["exchanges"]

@@ -134,6 +134,9 @@ def test_other_weights_are_found(trace: Trace, tmp_path: Path) -> None:
     del weights[name]
     save_file(weights, folder / "weights.safetensors")
     assert found(moved)[WEIGHTS] == f"FAILED: weights.safetensors: {name}: missing"
+    file = folder / "weights.safetensors"
+    file.write_bytes(file.read_bytes()[:20])
+    assert found(moved)[WEIGHTS].startswith("FAILED: weights.safetensors: ")
 
 
 def test_another_order_of_updates_is_found(trace: Trace) -> None:
@@ -171,6 +174,13 @@ def test_what_does_not_follow_is_refused(tmp_path: Path, tables: dict[str, Any],
     this = job(**{"paradigm": {"name": "bsp"}, **tables})
     with pytest.raises(NotRecomputed, match=says):
         recompute(trained(tmp_path, this))
+
+
+def test_a_run_without_an_iteration_is_refused(tmp_path: Path) -> None:
+    whole = trained(tmp_path, job({"name": "allreduce"}))
+    empty = dataclasses.replace(whole, tables={**whole.tables, "exchanges": whole.tables["exchanges"][:0]})
+    with pytest.raises(NotRecomputed, match="it has no iteration"):
+        recompute(empty)
 
 
 def test_the_command(trace: Trace, tmp_path: Path) -> None:

@@ -22,7 +22,9 @@ def test_all_nodes_answer():
     assert left(8, FOUR, lambda job: ["a", "b", "c", "d"], set) == Left(8, {})
 
 
-@pytest.mark.parametrize(("n", "n_left", "per_node"), [(8, 6, 2), (4, 3, 1), (7, 6, 2), (5, 5, 2), (13, 12, 4)])
+@pytest.mark.parametrize(
+    ("n", "n_left", "per_node"), [(8, 6, 2), (4, 3, 1), (7, 3, 1), (5, 3, 1), (13, 9, 3), (3, 3, 1)]
+)
 def test_a_node_that_was_removed(n, n_left, per_node):
     found = left(n, FOUR, lambda job: ["a", "b", "d"], set)
     assert found.n_ranks == n_left

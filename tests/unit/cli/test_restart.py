@@ -1,0 +1,56 @@
+"""When `hpcsync run` starts the ranks again, and how many, after starts that end as given."""
+
+from pathlib import Path
+
+import pytest
+
+from hpcsync.cli import run as cli
+from hpcsync.cli.run import _Attempt
+from hpcsync.system.allocation import Left
+
+FOLDER = Path("runs/mine")
+FINISHED = _Attempt(0)
+
+
+def died(n_ranks, *, has_checkpoint=True, made_checkpoint=True):
+    return _Attempt(1, n_ranks, FOLDER, has_checkpoint, made_checkpoint)
+
+
+@pytest.fixture
+def starts(monkeypatch):
+    """Return a function that runs a job whose starts end as given, and returns the status and the starts made."""
+
+    def play(ends, n_left=None):
+        ends, made = iter(ends), []
+
+        def start(path, overrides, ranks, out, resume, **options):
+            made.append((ranks, out, resume))
+            return next(ends)
+
+        monkeypatch.setattr(cli, "_run", start)
+        monkeypatch.setattr(cli.allocation, "left", lambda n: Left(n if n_left is None else n_left, {}))
+        return cli.run(Path("job.toml"), [], 4, None), made
+
+    return play
+
+
+def test_a_death_restarts_with_what_is_left(starts, capsys):
+    assert starts([died(4), FINISHED], 3) == (0, [(4, None, False), (3, FOLDER, True)])
+    assert capsys.readouterr().err == "hpcsync: restarting 3 of 4 ranks\n"
+
+
+def test_an_end_without_death_does_not(starts):
+    assert starts([_Attempt(1)]) == (1, [(4, None, False)])
+
+
+def test_three_deaths_in_a_row_without_a_new_checkpoint_end_it(starts, capsys):
+    vain, good = died(4, made_checkpoint=False), died(4)
+    status, made = starts([vain, vain, good, vain, vain, vain, FINISHED])
+    assert (status, len(made)) == (1, 6)
+    assert "died 3 times without a new checkpoint: not restarted" in capsys.readouterr().err
+
+
+def test_fewer_ranks_without_a_checkpoint_would_begin_another_job(starts, capsys):
+    status, made = starts([died(4, has_checkpoint=False, made_checkpoint=False), FINISHED], 3)
+    assert (status, len(made)) == (1, 1)
+    assert capsys.readouterr().err == "hpcsync: 3 of 4 ranks are left, and no checkpoint: not restarted\n"
