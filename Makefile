@@ -59,7 +59,7 @@ slurm: slurm-.venv slurm-.venv-mpich
 slurm-.venv slurm-.venv-mpich: slurm-%: %/ready
 	$*/bin/python -m pytest -x -q -rs tests/slurm $(ONCE)
 
-# Under both MPIs: the same tests at several numbers of ranks, then whole runs, on one host and on several. Whole runs are three files at a
+# Under both MPIs: the same tests at several numbers of ranks, then whole runs, on one host and on several. Whole runs are two files at a
 # time, since many of them wait more than they work; the files that take longest come first. (The two MPIs side by side take little less
 # on two cores.)
 ranks: ranks-.venv ranks-.venv-mpich
@@ -76,7 +76,7 @@ ranks-.venv ranks-.venv-mpich: ranks-%: %/ready
 	    $*/bin/python -m hpcsync launch -n 2 --timeout 1200 -- python -m mpi4py -m pytest -x -q -rs --color=no tests/gpu; \
 	fi; \
 	echo "$*/bin/python -m pytest tests/hosts tests/runs"; \
-	$*/bin/python -m pytest -x -q -rs -n 3 --dist loadfile --no-loadscope-reorder tests/hosts tests/runs $(ONCE)
+	$*/bin/python -m pytest -x -q -rs -n 2 --dist loadfile --no-loadscope-reorder tests/hosts tests/runs $(ONCE)
 
 # The wheel in an environment of its own, with what it asks for in the pinned versions. (`make test` tries it in one that
 # borrows these.)

@@ -79,7 +79,8 @@ def check(name: str, folder: Path, program: Program) -> None:
     found = STALLS.findall(program.err)
     assert 1 <= len(found) <= 2 and program.err.count("stalls") == len(found), program.err
     worker, rank, host, phase, iteration, lasted_s, usual_s, deadline_s, printed_blocked, said_bound = found[0]
-    assert (rank, host, phase, said_bound) == ("2", socket.gethostname(), "computing", bound)
+    assert (rank, host, said_bound) == ("2", socket.gethostname(), bound)
+    assert phase in ("computing", "waiting"), "what it did when it was stopped, which on a busy machine may be to wait"
     waited = {int(w): float(s) for w, s in re.findall(r"worker (\d+) for ([\d.]+) s", printed_blocked)}
     assert waited.keys() == blocked and all(s <= float(lasted_s) for s in waited.values())
     assert 0.19 < float(usual_s) < 0.3 and float(deadline_s) <= float(lasted_s) < STOPPED_S
