@@ -30,6 +30,7 @@ from hpcsync.run_dir.progress_line import say
 from hpcsync.state import StateError
 from hpcsync.system import garbage, gpu_selection, launcher, loader_processes
 from hpcsync.system.atomic_files import NotWritten
+from hpcsync.system.launch_output import wait_until_read
 from hpcsync.training.buffers import Calibrate
 from hpcsync.training.flat_model import device_of
 from hpcsync.training.optimizers import OptimizerSpec
@@ -450,7 +451,7 @@ def _exit_all(error: Exception) -> NoReturn:
     if together:
         assert mpi is not None
         sys.stdout.flush()
-        time.sleep(0.1)  # a launcher that aborts may drop output that it has not read yet
+        wait_until_read()
         mpi.COMM_WORLD.Abort(2)
         os._exit(2)  # MPICH's abort may return before the launcher ends this rank
     sys.exit(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import shlex
 import sys
@@ -15,6 +16,7 @@ from hpcsync.cli import cite, figure
 from hpcsync.cli.job_command import JobCommand
 from hpcsync.config.errors import JobError
 from hpcsync.system import garbage
+from hpcsync.system.launch_output import wait_until_read
 from hpcsync.system.launcher import LaunchError, expected_rank, under_launcher
 from hpcsync.system.signals import ending_at_once, left_to_rank_0
 from hpcsync.version import __version__
@@ -78,6 +80,7 @@ def run(
     with user_errors_in_one_line():
         if under_launcher():
             left_to_rank_0()  # before anything slow: a batch system may send a signal at any time
+            atexit.register(wait_until_read)
             from hpcsync.run_dir.progress_line import say
 
             if expected_rank() == 0:

@@ -28,7 +28,7 @@ from hpcsync.mpi.transport.window_selection import WindowSelection
 from hpcsync.paradigms.records import Problem
 from hpcsync.run_dir.checkpoint import Checkpoints
 from hpcsync.state import StateError
-from hpcsync.system import launcher
+from hpcsync.system import launch_output, launcher
 from hpcsync.system.atomic_files import NotWritten
 from hpcsync.system.signals import TO_BE_RESUMED, Terminated, left_to_rank_0
 from hpcsync.training.buffers import Buffers, Calibrate
@@ -50,6 +50,7 @@ def end_all(comm: MPI.Intracomm, error: BaseException) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if status == TO_BE_RESUMED and launcher.under_pmi2_of_slurm():
         os._exit(status)  # an abort would kill this rank too and lose its status
+    launch_output.wait_until_read()
     comm.Abort(status)
     os._exit(status)  # MPICH's abort may return before the launcher ends this rank
 

@@ -7,15 +7,21 @@ if a rank has printed the reason; or that ranks were ended, if hpcsync ended the
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
+import stat
+import sys
+import termios
 import threading
+import time
 from collections.abc import Callable
 from typing import IO, NamedTuple
 
 LONGEST = 20  # lines of a notice, at most
 SHOW_CURSOR = b"\x1b[?25h"
 DRAIN_S = 2.0  # time to read the rest of the pipes when all processes have ended
+READ_S = 1.0  # time that a rank gives the launcher to read what it has printed, before it aborts
 
 
 class Notice(NamedTuple):
@@ -153,6 +159,34 @@ def write(target: int, data: bytes) -> None:
     with contextlib.suppress(OSError):
         while data:
             data = data[os.write(target, data) :]
+
+
+def wait_until_read(streams: tuple[int, ...] = (1, 2), limit_s: float = READ_S) -> None:
+    """Wait until the launcher has read what this rank has printed, for `limit_s` at most.
+
+    MPICH's launcher handles an abort before it reads the pipes of the rank, whose last lines are then lost now and
+    then.
+
+    Parameters
+    ----------
+    streams : tuple of int
+        File descriptors; those that are no pipes are ignored.
+    limit_s : float
+        Seconds.
+    """
+    deadline_s = time.monotonic() + limit_s
+    while any(map(_unread, streams)) and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+
+
+def _unread(stream: int) -> int:
+    """Return the number of bytes of a pipe that nobody has read; 0 for other files."""
+    try:
+        if not stat.S_ISFIFO(os.fstat(stream).st_mode):
+            return 0
+    except OSError:  # closed
+        return 0
+    return int.from_bytes(fcntl.ioctl(stream, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
 class Output:

@@ -3,10 +3,12 @@
 import os
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 
-from hpcsync.system.launch_output import NoticeFilter, Output
+from hpcsync.system.launch_output import NoticeFilter, Output, wait_until_read
 
 RULE = b"-" * 74 + b"\n"
 ABORT = RULE + b"MPI_ABORT was invoked on rank 0 in communicator MPI_COMM_WORLD\n  Errorcode: 75\n\nNOTE: ...\n" + RULE
@@ -77,3 +79,19 @@ def test_redundant_notices_are_dropped(
     assert process.wait(20) == 0
     output.end(stopped, on_terminal=False)
     assert os.fsencode(capfd.readouterr().err) == expected
+
+
+def test_a_rank_waits_until_what_it_has_printed_is_read() -> None:
+    reader, writer = os.pipe()
+    os.write(writer, TOLD)
+    threading.Timer(0.3, os.read, (reader, 1 << 16)).start()
+    begin_s = time.monotonic()
+    wait_until_read((writer,), 20)
+    assert 0.2 < time.monotonic() - begin_s < 10
+    os.write(writer, TOLD)  # nobody reads
+    begin_s = time.monotonic()
+    wait_until_read((writer,), 0.2)
+    assert time.monotonic() - begin_s >= 0.2
+    os.close(reader)
+    os.close(writer)
+    wait_until_read((writer,), 20)
