@@ -81,7 +81,7 @@ def leads_are_bounded(recount: Recount, bound_iters: float, required: bool = Tru
                 name.replace(" is at most", ", compared with"),
                 True,
                 len(lead),
-                f"not bounded in paper mode; largest {most}",
+                f"not bounded; largest {most}",
             )
             for name, lead, most in zip(names, (start_lead, push_lead), largest, strict=True)
         ]

@@ -8,11 +8,12 @@ which the two come closest, so that the unavoidable wait is short.
 As printed, Algorithm 1 does not enforce s_U: credits are granted again without a test against it. Hence two modes::
 
     bounded  the start lead never exceeds s_U and the push lead never s_U + 1 (required by the paper's Theorem 2)
-    paper    Algorithms 1 and 2 as printed wherever they are clear; the lead has no bound
+    paper    Algorithms 1 and 2 as printed where they are clear; the lead has no bound
 
 Notes
 -----
-Where the paper is ambiguous or contradicts itself, a letter in this file marks the branch that settles it::
+Where the paper is ambiguous or contradicts itself, a letter in this file marks the branch that settles it, in both
+modes::
 
     a  the OKs of lines 13 and 17 exclude each other          h  no history yet: r* = 0
     b  is the iteration granted at line 14 one of the r*?     i  does an interval include the wait?
@@ -22,7 +23,7 @@ Where the paper is ambiguous or contradicts itself, a letter in this file marks 
     f  all workers with the most pushes are the fastest       m  pushes are applied singly (see ssp.py)
     g  argmin ties: smallest r, then smallest k               n  a departure releases (see ssp.py)
 
-The modes differ in b, c, i and j.
+Of these b, c, i and j have two readings, each an option of its own: a mode is a choice of the four.
 
 References
 ----------
@@ -35,15 +36,19 @@ from __future__ import annotations
 import heapq
 import math
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from hpcsync.paradigms.events import Action, Decision, Grant
-from hpcsync.paradigms.options import Allowed, OptionError, ParadigmOptions, Whole
+from hpcsync.paradigms.options import Allowed, OptionError, ParadigmOptions, Whole, computed
 from hpcsync.paradigms.papers import Reference, meeting
 from hpcsync.paradigms.ssp import SSP
 from hpcsync.planning.checks import is_whole
 
-MODES = ("bounded", "paper")
+# The readings of each mode: c, b, i and j.
+MODES: dict[str, dict[str, Any]] = {
+    "bounded": {"enforce_max": True, "first_costs": True, "interval_begin": "grant", "overdue": "now"},
+    "paper": {"enforce_max": False, "first_costs": False, "interval_begin": "push", "overdue": "past"},
+}
 
 
 class DSSP(SSP):
@@ -59,7 +64,15 @@ class DSSP(SSP):
         s_U, an integer >= `staleness_min`: largest lead in iterations up to which credits are granted. If both are
         equal, this is SSP.
     mode
-        "bounded" or "paper".
+        "bounded" or "paper": values of the options that follow, where they are None.
+    enforce_max
+        (c) If True, no credits are granted beyond s_U.
+    first_costs
+        (b) If True, the iteration that is granted together with credits costs one of them.
+    interval_begin
+        (i) "grant" or "push": event with which an interval begins, and from which the next push is predicted.
+    overdue
+        (j) When an overdue push of the slowest worker is expected: "now", or in the "past", as predicted.
 
     Notes
     -----
@@ -73,7 +86,7 @@ class DSSP(SSP):
     slowest
         Worker that the controller takes for the slowest.
     slowest_pushed_s
-        Time of its last push. Bounded, its next push is predicted from its latest grant instead, as it may have waited.
+        Time of its last push. With intervals from a grant its next push is predicted from the latest grant instead.
     slowest_interval_s
         Its last interval.
     r_star
@@ -102,7 +115,18 @@ class DSSP(SSP):
         "_slowest_by_next_push_iters": int,
     }
 
-    def __init__(self, n_workers: int, *, staleness_min: int, staleness_max: int, mode: str = "bounded") -> None:
+    def __init__(
+        self,
+        n_workers: int,
+        *,
+        staleness_min: int,
+        staleness_max: int,
+        mode: str = "bounded",
+        enforce_max: bool | None = None,
+        first_costs: bool | None = None,
+        interval_begin: str | None = None,
+        overdue: str | None = None,
+    ) -> None:
         for name, value in (("staleness_min", staleness_min), ("staleness_max", staleness_max)):
             if not (is_whole(value) and value >= 0):
                 raise ValueError(f"{name} must be an integer >= 0, got {value}")
@@ -113,7 +137,11 @@ class DSSP(SSP):
         super().__init__(n_workers, staleness=staleness_min)
         self.staleness_max = staleness_max
         self.r_max = staleness_max - staleness_min
-        self.bounded = mode == "bounded"
+        preset = MODES[mode]
+        self.enforce_max = preset["enforce_max"] if enforce_max is None else enforce_max
+        self.first_costs = preset["first_costs"] if first_costs is None else first_costs
+        self.intervals_from_grants = (interval_begin or preset["interval_begin"]) == "grant"
+        self.overdue_now = (overdue or preset["overdue"]) == "now"
         self._credits = [0] * n_workers
         # Table A: the last push, the last interval, and the begin of the current interval.
         self._pushed_s = [math.nan] * n_workers
@@ -134,12 +162,12 @@ class DSSP(SSP):
             assert not (credits and worker in self._blocked_since_s), (
                 f"worker {worker} is blocked with {credits} credits"
             )
-            if self.bounded and credits:
+            if self.enforce_max and credits:
                 reach_iters = iters[worker] - min_iters + credits
                 assert reach_iters <= self.staleness_max, f"worker {worker} has credits up to a lead of {reach_iters}"
 
     def _start_gap_max_iters(self) -> float:
-        return self.staleness_max if self.bounded else math.inf
+        return self.staleness_max if self.enforce_max else math.inf
 
     def _answer(self, worker: int) -> list[Action]:
         """Apply Algorithm 1, lines 3 to 17.
@@ -165,11 +193,12 @@ class DSSP(SSP):
     def _credits_max(self, gap_iters: int) -> int:
         """Return the most credits that may be granted at this lead.
 
-        (c) Lines 11 to 14 never test the lead against s_U and can grant without end. Bounded: what s_U leaves. The
-        iteration granted now starts at this lead, so n credits reach a start lead of gap_iters + n - 1. At the first
-        excess, a lead of s_L + 1, the result is r_max; beyond s_U it is 0 or less and the controller is not consulted.
+        (c) Lines 11 to 14 never test the lead against s_U and can grant without end. With `enforce_max`: what s_U
+        leaves. The iteration granted now starts at this lead, so n credits reach a start lead of gap_iters + n, or
+        gap_iters + n - 1 if it costs one of them; then, at the first excess, a lead of s_L + 1, the result is r_max.
+        Where it is 0 or less the controller is not consulted.
         """
-        return self.staleness_max - gap_iters + 1 if self.bounded else self.r_max
+        return self.staleness_max - gap_iters + self.first_costs if self.enforce_max else self.r_max
 
     def _consult(self, worker: int, gap_iters: int, credits_max: int) -> list[Action]:
         """Apply lines 12 to 14 and, if the controller grants no credits, line 17."""
@@ -186,7 +215,7 @@ class DSSP(SSP):
                 self._interval_begin_s[slowest],
                 self._interval_s[slowest],
                 self.r_max,
-                clamp=self.bounded,
+                clamp=self.overdue_now,
             )
         credits = min(r_star, credits_max)
         inputs = (float(gap_iters), self._interval_s[worker], *about_slowest, float(r_star), wait_s)
@@ -197,8 +226,8 @@ class DSSP(SSP):
             self._block(worker)
             return [decision]
         # (b) Line 14 sends OK without spending a credit, so r* = n gives n + 1 iterations where the text and figure 2
-        # have n. Bounded: the iteration granted here is the first of the n.
-        self._credits[worker] = credits - 1 if self.bounded else credits
+        # have n. With `first_costs` the iteration granted here is the first of the n.
+        self._credits[worker] = credits - self.first_costs
         return [decision, self._grant(worker, self._credits[worker])]
 
     def _record_push(self, worker: int) -> None:
@@ -218,8 +247,8 @@ class DSSP(SSP):
 
     def _grant(self, worker: int, credits: int = 0) -> Grant:
         # (i) The paper's interval runs from push to push and so contains the worker's own wait, which is unrelated to
-        # its speed. Bounded: the interval begins with the grant, and the next push is predicted from there.
-        if self.bounded:
+        # its speed. Otherwise it begins with the grant, and the next push is predicted from there.
+        if self.intervals_from_grants:
             self._interval_begin_s[worker] = self._now_s
         return super()._grant(worker, credits)
 
@@ -330,13 +359,29 @@ class DsspOptions(ParadigmOptions):
     staleness_max
         Lead beyond which no credits are granted.
     mode
-        `"paper"` follows the printed algorithm, which does not keep `staleness_max`.
+        `"paper"` follows the printed algorithm, which does not keep `staleness_max`. It sets the options below.
+    enforce_max
+        Whether credits end at `staleness_max`.
+    first_costs
+        Whether the iteration that is granted together with credits costs one of them.
+    interval_begin
+        Event with which a worker's interval begins, and from which its next push is predicted.
+    overdue
+        When an overdue push of the slowest worker is expected: now, or in the past, as predicted.
     """
 
     name: Literal["dssp"] = "dssp"
     staleness_min: Annotated[Whole, Allowed("a whole number of at least 0")]
     staleness_max: Annotated[Whole, Allowed("a whole number of at least staleness_min")]
     mode: Literal["bounded", "paper"] = "bounded"
+    enforce_max: bool = computed(lambda given: MODES[given["mode"]]["enforce_max"], 'true in mode `"bounded"`')
+    first_costs: bool = computed(lambda given: MODES[given["mode"]]["first_costs"], 'true in mode `"bounded"`')
+    interval_begin: Literal["grant", "push"] = computed(
+        lambda given: MODES[given["mode"]]["interval_begin"], '`"grant"` in mode `"bounded"`, else `"push"`'
+    )
+    overdue: Literal["now", "past"] = computed(
+        lambda given: MODES[given["mode"]]["overdue"], '`"now"` in mode `"bounded"`, else `"past"`'
+    )
 
     policy = DSSP
     guarantees = ("lead", "slowest-runs")
@@ -355,7 +400,7 @@ class DsspOptions(ParadigmOptions):
     @property
     def lead_bound(self) -> float:
         """Largest lead over the slowest worker at which a worker starts."""
-        return self.staleness_max if self.mode == "bounded" else math.inf
+        return self.staleness_max if self.enforce_max else math.inf
 
     @property
     def lead_aim(self) -> float:
@@ -370,14 +415,18 @@ class DsspOptions(ParadigmOptions):
     @property
     def bound(self) -> str:
         """Description of the synchronisation, for messages."""
-        at_most = f"with credits {self.staleness_max}" if self.mode == "bounded" else "without credits"
+        at_most = f"with credits {self.staleness_max}" if self.enforce_max else "without credits"
         return f"a worker more than {self.staleness_min} ({at_most}) iterations ahead of the slowest waits for it"
 
     @property
     def label(self) -> str:
         """Name with the main options, for figures."""
-        text = f"DSSP, s = {self.staleness_min} to {self.staleness_max}"
-        return text + (", paper mode" if self.mode == "paper" else "")
+        words = [f"DSSP, s = {self.staleness_min} to {self.staleness_max}"]
+        words += ["paper mode"] * (self.mode == "paper")
+        preset = MODES[self.mode]
+        return ", ".join(
+            words + [f"{name} {getattr(self, name)}" for name in preset if getattr(self, name) != preset[name]]
+        )
 
     def describe(self, n_workers: int) -> str:
         """Return the paradigm in a sentence."""
@@ -385,6 +434,6 @@ class DsspOptions(ParadigmOptions):
         ahead = f"a worker starts more than {low} iterations ahead of the slowest only if the controller allows it"
         return f"each gradient is an update; {ahead}, " + (
             f"never more than {high}"
-            if self.mode == "bounded"
+            if self.enforce_max
             else f"with {high} as its target (as printed in the paper: no bound)"
         )

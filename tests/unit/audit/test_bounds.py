@@ -59,7 +59,7 @@ def test_paper_mode_is_reported_and_not_required():
     largest = Recount(trace).push_lead.max()
     assert largest > 16, "as printed, the algorithm does not bound the lead"
     assert start.passed and push.passed
-    assert push.detail == f"not bounded in paper mode; largest {largest}"
+    assert push.detail == f"not bounded; largest {largest}"
     assert all(check.passed for check in audit(trace))
     as_bounded = with_job(trace, dssp(15))
     assert failing(as_bounded) == {"start lead is at most 15", "push lead is at most 16"}

@@ -1,6 +1,7 @@
 """Reference implementation of DSSP's two algorithms with plain lists, against which the fast one is compared."""
 
 import math
+from typing import NamedTuple
 
 from hpcsync.paradigms import Apply, Grant, Joined, PushInfo
 from hpcsync.paradigms.dssp import DSSP
@@ -17,11 +18,32 @@ def brute_force(pushed_s, interval_s, slowest_begin_s, slowest_interval_s, r_max
     return r, slowest_s[k] - own_s[r]
 
 
+class Readings(NamedTuple):
+    """What is read into b, c, i and j; True as in bounded mode, False as in paper mode."""
+
+    b: bool
+    c: bool
+    i: bool
+    j: bool
+
+    @property
+    def options(self):
+        return {
+            "first_costs": self.b,
+            "enforce_max": self.c,
+            "interval_begin": "grant" if self.i else "push",
+            "overdue": "now" if self.j else "past",
+        }
+
+
+READINGS = {"bounded": Readings(True, True, True, True), "paper": Readings(False, False, False, False)}
+
+
 class Reference:
     """Algorithms 1 and 2 for one run. t and r are named as in the paper, `ok` is its OK."""
 
-    def __init__(self, n_workers, s_l, s_u, mode):
-        self.s_l, self.s_u, self.bounded = s_l, s_u, mode == "bounded"
+    def __init__(self, n_workers, s_l, s_u, readings):
+        self.s_l, self.s_u, self.read = s_l, s_u, readings
         self.t, self.r = [0] * n_workers, [0] * n_workers
         self.pushes, self.least = [0] * n_workers, 0
         self.active, self.blocked = set(range(n_workers)), {}
@@ -55,8 +77,8 @@ class Reference:
         return []
 
     def pushed(self, p, now_s):
-        # Bounded: the interval of the first push after a join is known too, since it begins with the OK.
-        begins_s = self.pushed_s[p][-1:] + [self.ok_s[p]] * (self.bounded and self.ok_s[p] > -math.inf)
+        # (i) The interval of the first push after a join is known too if it begins with the OK.
+        begins_s = self.pushed_s[p][-1:] + [self.ok_s[p]] * (self.read.i and self.ok_s[p] > -math.inf)
         if begins_s:
             self.intervals_s[p].append(now_s - max(begins_s))
         self.pushed_s[p].append(now_s)
@@ -67,28 +89,33 @@ class Reference:
 
     def decide(self, p, now_s):
         lead = self.lead(p)
-        if self.bounded and lead > self.s_u:
+        if self.read.c and lead > self.s_u:
             self.r[p] = 0
         elif self.r[p] > 0:
             self.r[p] -= 1
             return [self.ok(p, now_s)]
         elif lead <= self.s_l:
             return [self.ok(p, now_s)]
-        elif self.t[p] == max(self.t[q] for q in self.active) and self.s_u > self.s_l:
+        elif self.t[p] == max(self.t[q] for q in self.active) and self.most(lead) > 0:
             r, slowest = self.controller(p, now_s)
-            granted = min(r, self.s_u - lead + 1) if self.bounded else r
+            granted = min(r, self.most(lead))
             decision = ("decision", p, granted, r, slowest)
             if granted > 0:
-                self.r[p] = granted - 1 if self.bounded else granted
+                self.r[p] = granted - 1 if self.read.b else granted
                 return [decision, self.ok(p, now_s)]
             self.blocked[p] = now_s
             return [decision]
         self.blocked[p] = now_s
         return []
 
+    def most(self, lead):
+        if not self.read.c:
+            return self.s_u - self.s_l
+        return self.s_u - lead + 1 if self.read.b else self.s_u - lead
+
     def begin_s(self, q):
-        # Bounded: its interval begins with the OK, of which there is none since a push that still waits.
-        return max(self.pushed_s[q][-1], self.ok_s[q]) if self.bounded else self.pushed_s[q][-1]
+        # (i) If its interval begins with the OK, of which there is none since a push that still waits.
+        return max(self.pushed_s[q][-1], self.ok_s[q]) if self.read.i else self.pushed_s[q][-1]
 
     def controller(self, p, now_s):
         fewest = min(self.t[q] for q in self.active)
@@ -97,7 +124,7 @@ class Reference:
             return 0, None
         s = max(slowest, key=lambda q: (self.begin_s(q) + self.intervals_s[q][-1], -q))
         seen = now_s, self.intervals_s[p][-1], self.begin_s(s), self.intervals_s[s][-1]
-        return brute_force(*seen, self.s_u - self.s_l, self.bounded)[0], s
+        return brute_force(*seen, self.s_u - self.s_l, self.read.j)[0], s
 
 
 def in_reference_terms(action):
@@ -111,9 +138,9 @@ def in_reference_terms(action):
     return ("decision", action.worker, action.chosen, inputs["r_star"], slowest)
 
 
-def disagreement(paradigm, s_l, s_u, mode, schedule):
+def disagreement(paradigm, s_l, s_u, readings, schedule):
     """Return the first event that this paradigm and the reference answer differently; None if there is none."""
-    reference = Reference(schedule.n_workers, s_l, s_u, mode)
+    reference = Reference(schedule.n_workers, s_l, s_u, readings)
     for event, actions in run(paradigm, schedule, check=False).trace:
         answer = {PushInfo: reference.pushed, Joined: reference.joined}.get(type(event), reference.left)
         if [in_reference_terms(action) for action in actions] != answer(event.worker, event.now_s):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hpcsync.paradigms import Decision, Grant, Joined, Left, PushInfo, create
 from hpcsync.paradigms.dssp import DSSP, closest_approach
-from tests.unit.paradigms.dssp_as_written import brute_force, disagreement
+from tests.unit.paradigms.dssp_as_written import READINGS, Readings, brute_force, disagreement
 from tests.unit.paradigms.schedule import PROPERTY, Schedule, fixed, run, schedules
 
 both_modes = pytest.mark.parametrize("mode", ["bounded", "paper"])
@@ -231,7 +231,39 @@ def test_h_the_history_is_reset_by_a_join(mode):
 @PROPERTY
 @given(schedule=schedules(max_changes=6), limits=bounds)
 def test_every_answer_is_that_of_the_algorithms_as_written(mode, schedule, limits):
-    assert disagreement(dssp(schedule.n_workers, *limits, mode), *limits, mode, schedule) is None
+    assert disagreement(dssp(schedule.n_workers, *limits, mode), *limits, READINGS[mode], schedule) is None
+
+
+readings = st.builds(Readings, *[st.booleans()] * 4)
+
+
+@both_modes
+@PROPERTY
+@given(schedule=schedules(max_changes=6), limits=bounds, read=readings)
+def test_every_choice_of_readings_is_that_of_the_algorithms_as_written(mode, schedule, limits, read):
+    s_l, s_u = limits
+    paradigm = DSSP(schedule.n_workers, staleness_min=s_l, staleness_max=s_u, mode=mode, **read.options)
+    assert disagreement(paradigm, s_l, s_u, read, schedule) is None
+
+
+@PROPERTY
+@given(schedule=schedules(max_changes=6), limits=bounds, read=readings)
+def test_the_upper_limit_is_kept_under_every_reading_that_enforces_it(schedule, limits, read):
+    s_l, s_u = limits
+    options = read._replace(c=True).options
+    run(DSSP(schedule.n_workers, staleness_min=s_l, staleness_max=s_u, **options), schedule, bound_iters=s_u)
+
+
+@pytest.mark.parametrize("letter", Readings._fields)
+def test_each_reading_matters(letter):
+    """On some schedule each of them alone changes the answers of bounded mode."""
+    bounded = READINGS["bounded"]
+    other = bounded._replace(**{letter: False})
+    found = [
+        disagreement(DSSP(schedule.n_workers, **LIMITS, **other.options), 1, 5, bounded, schedule)
+        for schedule in (NOISY, TAKING_TURNS, STALLING)
+    ]
+    assert any(event is not None for event in found)
 
 
 @PROPERTY
@@ -340,6 +372,7 @@ class PredictsFromThePush(DSSP):
 
 NOISY = Schedule([[1.0, 0.7, 1.2] * 40, [2.2, 1.9, 2.4] * 20, [2.0, 2.5, 2.1] * 20, [1.1, 3.0, 2.0] * 20])
 TAKING_TURNS = Schedule([[1.0] * 7 + [7.0] * 7 + [1.0] * 6, [7.0] * 7 + [1.0] * 6 + [7.0] * 5])  # at being slow
+STALLING = Schedule([[4.5] * 12, [4.0, 4.0, 22.0, 4.0, 4.0]])  # worker 1, once
 LIMITS = {"staleness_min": 1, "staleness_max": 5}
 
 
@@ -362,8 +395,8 @@ def test_check_and_the_referee_see_a_controller_without_bound(kind):
 )
 def test_the_comparison_with_the_algorithms_sees_a_wrong_branch(kind, schedule):
     n_workers = schedule.n_workers
-    assert disagreement(DSSP(n_workers, **LIMITS), 1, 5, "bounded", schedule) is None
-    assert disagreement(kind(n_workers, **LIMITS), 1, 5, "bounded", schedule) is not None
+    assert disagreement(DSSP(n_workers, **LIMITS), 1, 5, READINGS["bounded"], schedule) is None
+    assert disagreement(kind(n_workers, **LIMITS), 1, 5, READINGS["bounded"], schedule) is not None
 
 
 @pytest.mark.parametrize(
