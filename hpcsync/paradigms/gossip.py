@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from hpcsync.paradigms.options import Allowed, Count, OptionError, ParadigmOptions, computed, every
+from hpcsync.paradigms.options import Allowed, Count, OptionError, ParadigmOptions, Share, computed, every
 from hpcsync.paradigms.papers import ICML, Reference, arxiv, meeting
 from hpcsync.paradigms.peer_method import Actions, ExchangeResult, PeerMethod, PeerState
 
@@ -195,12 +195,14 @@ class Gossip(PeerMethod):
         Selection of the peers.
     period
         Iterations from one exchange to the next.
+    beta
+        Part of the peer's weights in the average of two models.
     """
 
     synchronous = False
 
-    def __init__(self, peers: PeerSelection, period: int = 1) -> None:
-        self.peers, self.period = peers, period
+    def __init__(self, peers: PeerSelection, period: int = 1, beta: float = 0.5) -> None:
+        self.peers, self.period, self.beta = peers, period, beta
 
     def forget(self, worker: int) -> None:
         """Exclude a worker from the draws."""
@@ -220,7 +222,7 @@ class Pull(Gossip):
         peer, update = self._drawn(worker, round), worker.update
         if peer == worker.worker:
             return ExchangeResult(peer)
-        update.mix((yield worker.transport.read(worker.worker, peer)))
+        update.mix((yield worker.transport.read(worker.worker, peer)), self.beta)
         return ExchangeResult(peer, update.n_bytes, 1)
 
 
@@ -265,11 +267,12 @@ class Permutation(Gossip):
         received = yield worker.transport.swap(worker.worker, targets)
         if target == worker.worker:
             return ExchangeResult(target)
-        update.mix(received)
+        update.mix(received, self.beta)
         return ExchangeResult(target, update.n_bytes, 1)
 
 
 MODES: dict[str, type[Gossip]] = {"pull": Pull, "push": Push, "push-sum": PushSum, "permutation": Permutation}
+AVERAGING = ("pull", "permutation")  # modes in which a worker averages two models
 
 
 # ---- declaration ----
@@ -311,6 +314,8 @@ class GossipOptions(ParadigmOptions):
         A worker may draw itself. Must be `false` with `"exponential"`.
     period
         Iterations between two exchanges.
+    beta
+        Part of the peer's weights in the average, in the modes "pull" and "permutation".
     """
 
     name: Literal["gossip"] = "gossip"
@@ -323,6 +328,7 @@ class GossipOptions(ParadigmOptions):
         lambda given: given["topology"] != "exponential", '`true`; `false` with `"exponential"`'
     )
     period: Count = 1
+    beta: Share = 0.5
 
     contribution = "position"
     allocates = False
@@ -337,6 +343,8 @@ class GossipOptions(ParadigmOptions):
         if self.include_self and self.topology == "exponential":
             must = 'must be false with paradigm.topology = "exponential", which visits the others in turn'
             raise OptionError("paradigm.include_self", self.include_self, must)
+        if self.beta != 0.5 and self.mode not in AVERAGING:
+            raise OptionError("paradigm.beta", self.beta, f'must be 0.5 with paradigm.mode = "{self.mode}"')
 
     def peers(self, n_workers: int, seed: int) -> PeerSelection:
         """Return the selection of peers."""
@@ -344,7 +352,7 @@ class GossipOptions(ParadigmOptions):
 
     def method(self, n_workers: int, seed: int) -> Gossip:
         """Return the exchange of this mode."""
-        return MODES[self.mode](self.peers(n_workers, seed), self.period)
+        return MODES[self.mode](self.peers(n_workers, seed), self.period, self.beta)
 
     @property
     def exchange_every(self) -> int:
@@ -378,7 +386,8 @@ class GossipOptions(ParadigmOptions):
         """Name with the main options, for figures."""
         text = f"gossip, {self.mode}"
         text += f", {self.topology}" if self.topology != "complete" else ""
-        return text + (f", every {self.period}" if self.period > 1 else "")
+        text += f", every {self.period}" if self.period > 1 else ""
+        return text + (f", beta = {self.beta:g}" if self.beta != 0.5 else "")
 
     def describe(self, n_workers: int) -> str:
         """Return the paradigm in a sentence."""

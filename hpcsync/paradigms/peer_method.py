@@ -195,8 +195,8 @@ class LocalUpdate(Protocol):
     n_bytes: int
     weight: float
 
-    def mix(self, other: Any) -> None:
-        """Set the weights to the average of them and another model."""
+    def mix(self, other: Any, beta: float = 0.5) -> None:
+        """Set the weights to 1 - beta of them and beta of another model."""
 
     def adopt(self, model: Any) -> None:
         """Set the weights to a model."""

@@ -95,15 +95,15 @@ class Peer(Stateful):
         """Return the weights without look-ahead, shape (size,), as other workers read them; read-only."""
         return self._optimizer.without_look_ahead()
 
-    def mix(self, other: torch.Tensor) -> None:
-        """Set the weights to the average of them and another model, shape (size,)."""
+    def mix(self, other: torch.Tensor, beta: float = 0.5) -> None:
+        """Set the weights to 1 - beta of them and beta of another model, shape (size,)."""
         with self.exchanging() as x:
-            average(x, other)
+            mix(x, other, beta)
 
     def meet(self, other: torch.Tensor) -> torch.Tensor:
         """Set the weights to the average of them and another model, shape (size,); return a copy of the average."""
         with self.exchanging() as x:
-            average(x, other)
+            mix(x, other)
             return x.clone()
 
     def adopt(self, model: torch.Tensor) -> None:
@@ -163,7 +163,7 @@ class NullPeer:
     def shown(self) -> None:
         """Return None in place of a model."""
 
-    def mix(self, other: None) -> None:
+    def mix(self, other: None, beta: float = 0.5) -> None:
         """Do nothing."""
 
     def meet(self, other: None) -> None:
@@ -221,9 +221,12 @@ class Outer(Stateful):
 # ---- mixing: x is changed in place; tensors have the shape (size,) ----
 
 
-def average(x: torch.Tensor, other: torch.Tensor) -> None:
-    """Replace x by (x + other) / 2. Equal vectors stay as they are, bit for bit."""
-    x.add_(other).mul_(0.5)
+def mix(x: torch.Tensor, other: torch.Tensor, beta: float = 0.5) -> None:
+    """Replace x by (1 - beta) x + beta other. Equal vectors stay as they are, bit for bit."""
+    if beta == 0.5:
+        x.add_(other).mul_(0.5)
+    else:
+        x.lerp_(other, beta)
 
 
 def absorb(x: torch.Tensor, total: torch.Tensor, count: int, *, drew_itself: bool) -> None:

@@ -32,8 +32,8 @@ class Weights:
         self.weight = 1.0
         self.seen: list[Any] = []
 
-    def mix(self, other: Any) -> None:
-        self.seen.append(("mix", other))
+    def mix(self, other: Any, beta: float) -> None:
+        self.seen.append(("mix", other, beta))
 
     def adopt(self, model: Any) -> None:
         self.seen.append(("adopt", model))
@@ -139,12 +139,12 @@ def test_the_last_iteration_is_not_evaluated():
 
 
 def test_an_asynchronous_worker_publishes_every_step_before_its_exchange():
-    engine = Engine(machine(gossip("pull", period=2, include_self=False)))
+    engine = Engine(machine(gossip("pull", period=2, include_self=False, beta=0.3)))
     engine.advance()
     assert engine.calls == [("step", 0.1, 3)]
     assert engine.advance() == ExchangeResult(1, 40, 1)
     assert engine.calls == [("step", 0.1, 4), ("read", 1)]
-    assert engine.machine.update.seen == [("mix", "read")]
+    assert engine.machine.update.seen == [("mix", "read", 0.3)]
 
 
 @pytest.mark.parametrize("mode", ["push", "push-sum"])
@@ -165,12 +165,12 @@ def test_a_worker_that_draws_itself_sends_nothing():
 
 
 def test_a_permutation_names_every_target():
-    engine = Engine(machine(gossip("permutation", include_self=False), workers=3, worker=1))
+    engine = Engine(machine(gossip("permutation", include_self=False, beta=0.3), workers=3, worker=1))
     result = engine.advance()
     ((_, targets),) = (call for call in engine.calls if call[0] == "swap")
     assert sorted(targets) == [0, 1, 2]
     assert result == ExchangeResult(targets[1], 40, 1)
-    assert engine.machine.update.seen == [("mix", "received")]
+    assert engine.machine.update.seen == [("mix", "received", 0.3)]
 
 
 def test_a_forgotten_worker_is_not_drawn():

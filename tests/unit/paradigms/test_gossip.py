@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hpcsync.paradigms.gossip import BLOCK, TOPOLOGIES, PeerSelection
-from hpcsync.training.local_update import absorb, average
+from hpcsync.training.local_update import absorb, mix
 
 SELVES = [("complete", True), ("complete", False), ("ring", True), ("ring", False), ("exponential", False)]
 SIZES = [1, 2, 3, 5, 8]
@@ -180,14 +180,14 @@ def spread(models: torch.Tensor, centre: torch.Tensor) -> float:
 def pulled(peers: PeerSelection, models: torch.Tensor, round: int) -> torch.Tensor:
     after = models.clone()
     for worker in range(peers.n_workers):
-        average(after[worker], models[peers.drawn(worker, round)])
+        mix(after[worker], models[peers.drawn(worker, round)])
     return after
 
 
 def permuted(peers: PeerSelection, models: torch.Tensor, round: int) -> torch.Tensor:
     after = models.clone()
     for worker, target in enumerate(peers.permutation(round)):
-        average(after[target], models[worker])
+        mix(after[target], models[worker])
     return after
 
 

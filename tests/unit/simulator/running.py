@@ -33,7 +33,7 @@ WITHOUT_SERVER: list[dict[str, Any]] = [
     {"name": "gossip", "mode": "push", "period": 2},
     {"name": "gossip", "mode": "push-sum", "topology": "exponential"},
     {"name": "gossip", "mode": "permutation"},
-    {"name": "gossip", "mode": "permutation", "period": 3},
+    {"name": "gossip", "mode": "permutation", "period": 3, "beta": 0.3},
 ]
 
 

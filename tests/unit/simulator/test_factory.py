@@ -179,7 +179,9 @@ def test_without_an_exchange_workers_train_alone(paradigm):
 # ---- against NumPy ----
 
 
-def permuting(iterations: int, workers: int, period: int, mu: float, last: dict[int, int] | None = None) -> np.ndarray:
+def permuting(
+    iterations: int, workers: int, period: int, mu: float, last: dict[int, int] | None = None, beta: float = 0.5
+) -> np.ndarray:
     """Independent permutation gossip with Nesterov momentum: all weights; `last`: iterations of leaving workers."""
     peers = create_method(make_job(paradigm=gossip("permutation", period=period), cluster={"workers": workers})).peers
     theta = np.array([start()] * workers)
@@ -193,16 +195,16 @@ def permuting(iterations: int, workers: int, period: int, mu: float, last: dict[
         if iteration % period == 0:
             before = theta.copy()
             for worker, target in enumerate(peers.permutation(iteration // period)):
-                theta[target] = (before[target] + before[worker]) / 2
+                theta[target] = (1 - beta) * before[target] + beta * before[worker]
     return theta
 
 
 @pytest.mark.parametrize("mu", [0.0, 0.9])
-@pytest.mark.parametrize(("workers", "period"), [(2, 1), (3, 1), (5, 4)])
-def test_permutation_gossip_matches_numpy(workers, period, mu):
+@pytest.mark.parametrize(("workers", "period", "beta"), [(2, 1, 0.5), (3, 1, 0.2), (5, 4, 0.5), (5, 4, 1.0)])
+def test_permutation_gossip_matches_numpy(workers, period, beta, mu):
     optimizer = NESTEROV if mu else {"name": "sgd", "lr": LR}
-    run = Run(gossip("permutation", period=period), workers, 17, optimizer=optimizer)
-    expected = permuting(17, workers, period, mu)
+    run = Run(gossip("permutation", period=period, beta=beta), workers, 17, optimizer=optimizer)
+    expected = permuting(17, workers, period, mu, beta=beta)
     assert close(run.snapshots(), expected)
     assert close(run.weights, expected.mean(0))
 
@@ -401,12 +403,12 @@ def test_a_pull_reads_the_last_published_replica():
         fast, slow = run.simulation._numerics.updates
         mix_fast, mix_slow, step = fast.mix, slow.mix, run.simulation._numerics.step
 
-        def spied_fast(model: torch.Tensor) -> None:
+        def spied_fast(model: torch.Tensor, beta: float) -> None:
             seen.append(model.numpy().copy())
-            mix_fast(model)
+            mix_fast(model, beta)
 
-        def spied_slow(model: torch.Tensor) -> None:
-            mix_slow(model)
+        def spied_slow(model: torch.Tensor, beta: float) -> None:
+            mix_slow(model, beta)
             mixed.append(slow.shown().numpy().copy())
 
         def spied_step(worker: int, lr: float) -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpcsync.training.local_update import Mean, Outer, Peer, absorb, average
+from hpcsync.training.local_update import Mean, Outer, Peer, absorb, mix
 from hpcsync.training.optimizers import LocalOptimizer, OptimizerSpec
 
 SIZE = 7
@@ -115,7 +115,7 @@ def test_others_see_and_change_theta_and_momentum_stays():
         theta = theta + v
         with worker.exchanging() as x:
             np.testing.assert_allclose(numbers(x), theta, rtol=1e-12)
-            average(x, other)
+            mix(x, other)
         theta = (theta + numbers(other)) / 2
         np.testing.assert_allclose(numbers(mine), theta + 0.9 * v, rtol=1e-12)
         np.testing.assert_allclose(numbers(worker.shown()), theta, rtol=1e-12)
@@ -163,10 +163,21 @@ def test_push_sum_steps_and_looks_at_x_over_w(options):
 def test_half_of_each(dtype):
     x, other = vectors(2, dtype=dtype)
     expected = (numbers(x) + numbers(other)) / 2
-    average(x, other)
+    mix(x, other)
     assert np.array_equal(numbers(x), expected)
-    average(x, x.clone())
+    mix(x, x.clone())
     assert np.array_equal(numbers(x), expected)  # consensus is a fixed point, bit for bit
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.3, 0.8, 1.0])
+def test_a_part_of_each(beta):
+    x, other = vectors(2)
+    expected = (1 - beta) * numbers(x) + beta * numbers(other)
+    mix(x, other, beta)
+    np.testing.assert_allclose(numbers(x), expected, rtol=1e-12)
+    before = numbers(x).copy()
+    mix(x, x.clone(), beta)
+    assert np.array_equal(numbers(x), before)
 
 
 @pytest.mark.parametrize(("drew_itself", "own"), [(False, 1), (True, 2)])
