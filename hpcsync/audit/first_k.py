@@ -101,19 +101,25 @@ def k_is_chosen_right(recount: Recount, paradigm: FirstKOptions) -> Check:
     rows = recount.decisions[recount.decisions["controller"] == b"k"]
     if isinstance(paradigm.k, int):
         return Check(f"k is {paradigm.k}", not len(rows), len(recount.updates), "it changes" if len(rows) else "")
-    if not set(CHOSEN_FROM) <= set(rows.dtype.names or ()):
-        return Check(name, False, len(rows), f"/decisions lacks one of {', '.join(CHOSEN_FROM)}")
+    policy = paradigm.k
+    needed = (*CHOSEN_FROM, *(["k_throughput"] if policy == "throughput" else []))
+    if not set(needed) <= set(rows.dtype.names or ()):
+        return Check(name, False, len(rows), f"/decisions lacks one of {', '.join(needed)}")
     chosen, k_before, version = rows["chosen"], rows["k_before"], rows["version"]
     before = np.append(recount.k[0], chosen)[:-1]
     event = recount.event_at(rows["seq"])
     made = np.append(recount.update_event, NEVER)[recount.version_at(rows["seq"]) - 1]
     active = recount.n_active[event]
     least = np.minimum(paradigm.k_min or 1, active)
-    policy = paradigm.k
-    k_state = np.where(policy == "loss", np.inf, rows["k_state"])
-    k_loss = np.where(policy == "state", np.inf, np.where(np.isnan(rows["k_loss"]), k_before, rows["k_loss"]))
+    candidates = [active]
+    if policy in ("state", "min"):
+        candidates.append(rows["k_state"])
+    if policy in ("loss", "min"):
+        candidates.append(np.where(np.isnan(rows["k_loss"]), k_before, rows["k_loss"]))
+    if policy == "throughput":
+        candidates.append(rows["k_throughput"])
     # Half to even, as Python rounds. NaN fails.
-    wanted = np.clip(np.round(np.minimum(np.minimum(k_state, k_loss), active)), least, active)
+    wanted = np.clip(np.round(np.min(candidates, axis=0)), least, active)
     at = [f"k of seq {seq}" for seq in rows["seq"]]
     return check_all(
         name,

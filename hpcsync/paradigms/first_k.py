@@ -47,7 +47,7 @@ from hpcsync.paradigms.events import Accumulate, Action, Apply, Cancel, Decision
 from hpcsync.paradigms.options import Allowed, Count, JobTables, OptionError, ParadigmOptions, computed, default
 from hpcsync.paradigms.papers import Reference, meeting
 from hpcsync.planning.checks import is_number, is_whole
-from hpcsync.planning.k_controller import POLICIES, KController, staleness_bound
+from hpcsync.planning.k_controller import FROM_ALL, POLICIES, KController, staleness_bound
 
 CANCELS = ("drop", "abort")
 STALENESS_WEIGHTS = ("none", "inverse")
@@ -61,12 +61,12 @@ class FirstK(Paradigm):
     n_workers
         Number of workers.
     k
-        Contributions per update: an integer from 1 to `n_workers`, or "state", "loss" or "min", a policy of
+        Contributions per update: an integer from 1 to `n_workers`, or a policy of
         `hpcsync.planning.k_controller.KController`, which then chooses k during the run.
     k_min
         Smallest k that a policy may choose.
     k_start
-        First k of a policy. None: `n_workers` for "state", `k_min` for the others.
+        First k of a policy. None: `n_workers` for "state" and "throughput", `k_min` for the others.
     aborts
         Whether a Cancel is sent to workers whose contribution will be discarded.
 
@@ -101,7 +101,7 @@ class FirstK(Paradigm):
             if k not in POLICIES:
                 raise ValueError(f"k must be an integer or one of {', '.join(POLICIES)}, got {k!r}")
             self._controller = KController(n_workers, policy=k, distinct=self.distinct, k_min=k_min, k_start=k_start)
-            self.decision_fields = KController.decision_fields
+            self.decision_fields = self._controller.decision_fields
             k = self._controller.k
         elif not is_whole(k) or k < 1:
             raise ValueError(f"k must be an integer >= 1 or one of {', '.join(POLICIES)}, got {k}")
@@ -318,7 +318,8 @@ class FirstKOptions(ParadigmOptions):
     Parameters
     ----------
     k
-        Contributions of an update, or the controller that chooses it. At most `cluster.workers`.
+        Contributions of an update, or the controller that chooses it (`"throughput"` only with k-sync). At most
+        `cluster.workers`.
     k_min
         Smallest k of a controller. Only with a k that is chosen.
     k_start
@@ -326,18 +327,22 @@ class FirstKOptions(ParadigmOptions):
     """
 
     k: Annotated[
-        int | Literal["state", "loss", "min"],
-        Allowed('a whole number of at least 1, or one of "state", "loss", "min"', _whole_or_rule),
+        int | Literal["state", "loss", "min", "throughput"],
+        Allowed('a whole number of at least 1, or one of "state", "loss", "min", "throughput"', _whole_or_rule),
     ]
     k_min: Count | None = computed(lambda given: 1 if _is_chosen(given) else None, "1 with a k that is chosen")
-    k_start: Count | None = default(None, 'all workers with `"state"`, else `k_min`')
+    k_start: Count | None = default(None, 'all workers with `"state"` and `"throughput"`, else `k_min`')
 
     waits: ClassVar[bool] = True  # True if an update takes a contribution each of k workers, which wait for it
+    by_throughput: ClassVar[bool] = False  # True if k may be chosen by the throughput
     papers = (DUTTA,)
     page = "k-sync"
     source = "Dutta et al., AISTATS 2018"
 
     def _check_options(self) -> None:
+        if self.k == "throughput" and not self.by_throughput:
+            must = f'must be a number, "state", "loss" or "min" with {self.name}'
+            raise OptionError("paradigm.k", self.k, must)
         if isinstance(self.k, int):
             for key in ("k_min", "k_start"):
                 if getattr(self, key) is not None:
@@ -363,7 +368,7 @@ class FirstKOptions(ParadigmOptions):
         """Return the k of the first update."""
         if isinstance(self.k, int):
             return self.k
-        return self.k_start or (n_workers if self.k == "state" else self.k_min or 1)
+        return self.k_start or (n_workers if self.k in FROM_ALL else self.k_min or 1)
 
     @property
     def k_rules(self) -> tuple[str, ...]:
@@ -401,8 +406,8 @@ class FirstKOptions(ParadigmOptions):
     @property
     def label(self) -> str:
         """Name with the main options, for figures."""
-        by = {"state": "state", "loss": "loss", "min": "state and loss"}
-        return f"{self.name}, k = {self.k}" if isinstance(self.k, int) else f"{self.name}, k by {by[self.k]}"
+        by = "state and loss" if self.k == "min" else self.k
+        return f"{self.name}, k = {self.k}" if isinstance(self.k, int) else f"{self.name}, k by {by}"
 
     @property
     def _k(self) -> str:
@@ -416,6 +421,7 @@ class FirstKOptions(ParadigmOptions):
             "state": "the workers' speeds",
             "loss": "the loss",
             "min": "the workers' speeds and the loss, whichever gives the smaller k",
+            "throughput": "the workers' speeds, for most contributions a second",
         }
         start = self.k_at_first(n_workers)
         return [("k", f"{self.k_min} to {n_workers}, initially {start}: adapts to {adapts_to[self.k]}")]
@@ -463,6 +469,7 @@ class KSyncOptions(FirstKOfAVersionOptions):
     name: Literal["k-sync"] = "k-sync"
 
     policy = KSync
+    by_throughput = True
     place = 50
     colour = "#117733"
     waiting = "the first k workers wait for the k-th"

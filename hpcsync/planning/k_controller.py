@@ -2,9 +2,10 @@
 
 The policies are::
 
-    state  number of active workers that are not stragglers (Yu et al. 2019, a straggler-aware parameter server)
-    loss   AdaSync (Dutta, Wang and Joshi 2020): small while errors are large, larger as they shrink
-    min    the smaller of the two
+    state       number of active workers that are not stragglers (Yu et al. 2019, a straggler-aware parameter server)
+    loss        AdaSync (Dutta, Wang and Joshi 2020): small while errors are large, larger as they shrink
+    min         the smaller of the two
+    throughput  the k that promises most contributions a second, which is what Yu et al. say "state" is for
 
 k is reconsidered after every INTERVAL updates and changes by at most 1.
 
@@ -19,6 +20,8 @@ Where the texts leave it open, a letter marks the choice::
     d  F(w_0) is the mean of the first P losses; F(w_t) are the exponentially smoothed losses of all later pushes.
        While the loss is not known (there are fewer, or the workload has none) k stays, except by "state"
     e  a closed form is rounded to the nearest integer
+    f  by "throughput" an update of k workers takes as long as the k-th fastest of them; a worker that has not pushed
+       yet counts as the median, one that is stuck never comes; of equal throughputs the largest k counts
 
 References
 ----------
@@ -37,7 +40,8 @@ from typing import ClassVar
 from hpcsync.planning.checks import is_whole
 from hpcsync.state import Stateful
 
-POLICIES = ("state", "loss", "min")
+POLICIES = ("state", "loss", "min", "throughput")
+FROM_ALL = ("state", "throughput")  # policies whose first k is the number of workers
 
 INTERVAL = 20  # updates
 TIME_BETA = 0.3  # weight of the newest iteration in a worker's time
@@ -104,6 +108,26 @@ def staleness_bound(n_workers: int, k: int) -> int:
     return math.ceil(2 * n_workers / k)
 
 
+def most_throughput(times_s: Sequence[float]) -> tuple[int, float]:
+    """Return the k with most contributions a second where an update waits for k distinct workers.
+
+    Parameters
+    ----------
+    times_s
+        Seconds that each worker takes, ascending; at least one.
+
+    Returns
+    -------
+    k : int
+        The k that maximises k over the k-th time; of several the largest.
+    throughput : float
+        Contributions a second with it.
+    """
+    throughputs = [k / time_s if time_s > 0 else math.inf for k, time_s in enumerate(times_s, start=1)]
+    most = max(throughputs)
+    return max(k for k, throughput in enumerate(throughputs, start=1) if throughput == most), most
+
+
 class KController(Stateful):
     """Controller of k, between `k_min` and the number of active workers.
 
@@ -118,8 +142,8 @@ class KController(Stateful):
     k_min
         Smallest k.
     k_start
-        First k, which AdaSync takes for the best one at the first loss. None: `n_workers` for "state", otherwise
-        `k_min`.
+        First k, which AdaSync takes for the best one at the first loss. None: `n_workers` for "state" and
+        "throughput", otherwise `k_min`.
 
     Attributes
     ----------
@@ -150,9 +174,11 @@ class KController(Stateful):
         Smoothed loss, F(w_t).
     loss_start
         Mean of the first losses, F(w_0).
+    k_throughput, throughput
+        Only with the policy "throughput": its k, and the contributions a second that it promises.
     """
 
-    decision_fields: ClassVar[Mapping[str, tuple[str, str]]] = {  # (unit, description)
+    decision_fields: Mapping[str, tuple[str, str]] = {  # (unit, description)
         "version": ("updates", "Updates made so far."),
         "k_before": ("contributions", "k of the update just made."),
         "k_state": ("workers", "Active workers that are no stragglers; NaN if the policy does not use it."),
@@ -162,6 +188,10 @@ class KController(Stateful):
         "median_s": ("s", "Median of the active workers' smoothed iteration times."),
         "loss": ("1", "Smoothed loss F(w_t)."),
         "loss_start": ("1", "Mean of the first losses, F(w_0)."),
+    }
+    fields_by_throughput: ClassVar[Mapping[str, tuple[str, str]]] = {
+        "k_throughput": ("workers", "k that promises most contributions a second."),
+        "throughput": ("1/s", "Contributions a second that it promises."),
     }
     state_types = {
         "k": int,
@@ -179,11 +209,15 @@ class KController(Stateful):
         if not (is_whole(k_min) and 1 <= k_min <= n_workers):
             raise ValueError(f"k_min must be an integer from 1 to n_workers = {n_workers}, got {k_min}")
         if k_start is None:
-            k_start = n_workers if policy == "state" else k_min
+            k_start = n_workers if policy in FROM_ALL else k_min
         if not (is_whole(k_start) and k_min <= k_start <= n_workers):
             raise ValueError(
                 f"k_start must be an integer from k_min = {k_min} to n_workers = {n_workers}, got {k_start}"
             )
+        if policy == "throughput":
+            if not distinct:
+                raise ValueError('policy "throughput" is for updates of k distinct workers')
+            self.decision_fields = {**self.decision_fields, **self.fields_by_throughput}
         self.k = k_start
         self.k_min = k_min
         self._n_workers = n_workers
@@ -241,10 +275,15 @@ class KController(Stateful):
             return None
         k_state = k_loss = median_s = stuck = math.nan
         candidates = []
+        promised: tuple[float, ...] = ()
         if self._policy != "loss":
             k_state, median_s, stuck = self._state(version, read_versions, active)
+        if self._policy in ("state", "min"):
             candidates.append(k_state)
-        if self._policy != "state":
+        if self._policy == "throughput":
+            k_state, promised = math.nan, self._promised(version, read_versions, active, median_s)
+            candidates.append(self.k if math.isnan(promised[0]) else promised[0])
+        if self._policy in ("loss", "min"):
             k_loss = (
                 order_statistic_k(self._loss, self._loss_start, self._k_start, self._n_workers)
                 if self._distinct
@@ -257,7 +296,18 @@ class KController(Stateful):
         if self.k == k_before:
             return None
         inputs = (float(version), float(k_before), k_state, k_loss, float(len(active)), stuck, median_s)
-        return (*inputs, self._loss, self._loss_start)
+        return (*inputs, self._loss, self._loss_start, *promised)
+
+    def _promised(
+        self, version: int, read_versions: Sequence[int], active: Collection[int], median_s: float
+    ) -> tuple[float, float]:
+        """Return the k of most throughput and that throughput (f); NaN while no time is known, or all are stuck."""
+        oldest = version - staleness_bound(self._n_workers, self.k)
+        times_s = [self._time_s[worker] for worker in active if read_versions[worker] >= oldest]
+        if math.isnan(median_s) or not times_s:
+            return math.nan, math.nan
+        k, throughput = most_throughput(sorted(median_s if math.isnan(one_s) else one_s for one_s in times_s))
+        return float(k), throughput
 
     def _state(self, version: int, read_versions: Sequence[int], active: Collection[int]) -> tuple[float, float, float]:
         """Return the number of workers that are not stragglers, the median time, and the number of stuck workers."""

@@ -136,7 +136,7 @@ COMPRESSIONS: dict[str, tuple[str, ...]] = {
     "fp16": ("micikevicius2018mixed",),
     "bf16": ("kalamkar2019study",),
 }
-CHOICES_OF_K = {"loss": ("dutta2020slow",), "state": ("yu2019accelerating",)}
+CHOICES_OF_K = {"loss": ("dutta2020slow",), "state": ("yu2019accelerating",), "throughput": ("yu2019accelerating",)}
 BATCHES_BY_SPEED = ("yu2019accelerating",)
 
 

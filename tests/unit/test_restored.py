@@ -470,6 +470,7 @@ def cases() -> dict[str, Case]:
     found["search"] = lambda: Search(1, 99), lambda it, dice, n: [(it.evaluated(dice.random()), it.c) for _ in range(n)]
     found["k min"] = lambda: KController(N, policy="min", distinct=True), play_controller
     found["k state"] = lambda: KController(N, policy="state", distinct=True), play_controller
+    found["k throughput"] = lambda: KController(N, policy="throughput", distinct=True), play_controller
     found["stragglers"] = StragglerDetector, play_detector
     compute = {"model": "lognormal", "seconds": 0.5}
     slowed = make_job(cluster={"workers": N, "compute": compute, "events": SLOW + AWAY})

@@ -199,6 +199,14 @@ def test_a_change_below_the_least(adaptive):
     assert K in failing(with_job(adaptive, k("k-sync", '"state"', "k_min = 4")))
 
 
+def test_a_change_by_throughput():
+    trace = record(k("k-sync", '"throughput"'), (1.0, 1.1, 1.3, 3.2), updates=100, jitter=0.05)
+    assert failed(trace) == set()
+    assert trace.tables["decisions"]["chosen"].tolist() == [3.0]
+    assert failing(edit(trace, "decisions", 0, k_throughput=4.0)) == {K}
+    assert "replay gives the same decisions" in failed(edit(trace, "decisions", 0, throughput=2.0))
+
+
 def test_a_change_at_another_update(adaptive):
     decisions = adaptive.tables["decisions"]
     grants = adaptive.tables["grants"]

@@ -372,6 +372,8 @@ MISTAKES = {
     'paradigm={name="gossip",mode="pull",topology="exponential",include_self=true}': "paradigm.include_self = true: "
     'must be false with paradigm.topology = "exponential", which visits the others in turn',
     'paradigm={name="gossip",mode="push",beta=0.2}': 'paradigm.beta = 0.2: must be 0.5 with paradigm.mode = "push"',
+    'paradigm={name="k-async",k="throughput"}': 'paradigm.k = "throughput": must be a number, '
+    '"state", "loss" or "min" with k-async',
     'paradigm={name="local-sgd"}': "paradigm.steps: missing; must be a whole number of at least 1: local steps from "
     "one averaging to the next",
     "cluster.compute.seconds=[1,2]": "cluster.compute.seconds = [1.0, 2.0]: must be one number, or a list of "

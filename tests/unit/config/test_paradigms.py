@@ -201,7 +201,7 @@ def test_optimizers_run_on_the_workers_and_batches_are_equal(name: str) -> None:
         make_job(paradigm={"name": name}, cluster={"servers": 0})
 
 
-K = 'must be a whole number of at least 1, or one of "state", "loss", "min"'
+K = 'must be a whole number of at least 1, or one of "state", "loss", "min", "throughput"'
 STAYS_WHAT_IT_IS = "must be omitted beside paradigm.k = 3, which does not change"
 
 MISTAKES: list[tuple[str, dict[str, Any], str]] = [

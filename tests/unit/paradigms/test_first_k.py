@@ -329,12 +329,12 @@ def test_others_are_neither(name, k, other):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("k-sync", {"k": 0}, "k must be an integer >= 1 or one of state, loss, min, got 0"),
+        ("k-sync", {"k": 0}, "k must be an integer >= 1 or one of state, loss, min, throughput, got 0"),
         ("k-sync", {"k": True}, "k must .* got True"),
         ("k-sync", {"k": 2.0}, "k must .* got 2.0"),
-        ("k-sync", {"k": "fast"}, "k must be an integer or one of state, loss, min, got 'fast'"),
+        ("k-sync", {"k": "fast"}, "k must be an integer or one of state, loss, min, throughput, got 'fast'"),
         ("k-async", {"k": 5}, "k must be at most n_workers = 4, got 5"),
-        ("k-async", {"k": 2, "k_min": 2}, "k_min and k_start need a k of state, loss, min, got k = 2"),
+        ("k-async", {"k": 2, "k_min": 2}, "k_min and k_start need a k of state, loss, min, throughput, got k = 2"),
         ("k-async", {"k": 2, "k_start": 2}, "got k = 2"),
         ("k-async", {"k": "min", "k_min": 5}, "k_min must be an integer from 1 to n_workers = 4, got 5"),
         (

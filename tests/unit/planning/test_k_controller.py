@@ -17,6 +17,7 @@ from hpcsync.planning.k_controller import (
     THETA,
     KController,
     linear_k,
+    most_throughput,
     order_statistic_k,
     staleness_bound,
 )
@@ -66,6 +67,42 @@ def test_the_bound_of_the_stuck():
     assert [staleness_bound(8, k) for k in range(1, 9)] == [16, 8, 6, 4, 4, 3, 3, 2]
 
 
+# ---- throughput ----
+
+
+@PROPERTY
+@given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=9))
+def test_the_k_of_most_throughput_is_the_best_of_all(times_s):
+    """Whoever comes first: an update of k workers that all begin together takes as long as the k-th of them."""
+    k, throughput = most_throughput(sorted(times_s))
+    promised = {n: n / max(sorted(times_s)[:n]) for n in range(1, len(times_s) + 1)}
+    assert throughput == promised[k] == max(promised.values())
+    assert k == max(n for n in promised if promised[n] == throughput)
+
+
+def test_throughput_may_want_the_stragglers_that_state_leaves_out():
+    """Two workers of 1 s and two of 1.6 s: 2 contributions a second with k = 2, and 2.5 with k = 4."""
+    times_s = [1.0, 1.0, 1.6, 1.6]
+    assert most_throughput(times_s) == (4, 2.5)
+    by_state, by_throughput = new("state", 4), new("throughput", 4)
+    feed(by_state, rounds=100, times_s=times_s)
+    assert feed(by_throughput, rounds=100, times_s=times_s) == []
+    assert (by_state.k, by_throughput.k) == (2, 4)
+    changes = feed(by_throughput, rounds=100, times_s=[1.0, 1.0, 2.5, 2.5], version=100)
+    assert [k for _, k, _ in changes] == [3, 2]
+    assert (changes[-1][2]["k_throughput"], changes[-1][2]["throughput"]) == (2, 2.0)
+
+
+def test_by_throughput_stuck_workers_do_not_count_and_unknown_ones_are_like_the_median():
+    controller = new("throughput", 4)
+    assert feed(controller, rounds=40, times_s=[None] * 4) == []
+    assert feed(controller, rounds=40, times_s=[1.0, 1.0, 1.0, None], version=40) == []
+    changes = feed(controller, rounds=40, times_s=[1.0, 1.0, 1.0, None], version=80, reads=lambda v: [v, v, v, 60])
+    assert [k for _, k, _ in changes] == [3]
+    with pytest.raises(ValueError, match="distinct workers"):
+        new("throughput", distinct=False)
+
+
 # ---- the controller ----
 
 
@@ -89,8 +126,8 @@ def new(policy, n_workers=8, *, distinct=True, **options):
 
 
 def test_by_state_it_starts_with_all_and_otherwise_with_the_least():
-    assert [new(policy).k for policy in POLICIES] == [8, 1, 1]
-    assert [new(policy, k_min=3).k for policy in POLICIES] == [8, 3, 3]
+    assert [new(policy).k for policy in POLICIES] == [8, 1, 1, 8]
+    assert [new(policy, k_min=3).k for policy in POLICIES] == [8, 3, 3, 8]
     assert new("loss", k_start=4).k == 4
 
 
@@ -301,7 +338,7 @@ def test_times_that_say_nothing_are_ignored():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"policy": "fast"}, "policy must be one of state, loss, min, got 'fast'"),
+        ({"policy": "fast"}, "policy must be one of state, loss, min, throughput, got 'fast'"),
         ({"policy": "min", "k_min": 0}, "k_min must .* got 0"),
         ({"policy": "min", "k_min": True}, "k_min must .* got True"),
         ({"policy": "min", "k_start": 9}, "k_start must be an integer from k_min = 1 to n_workers = 8, got 9"),
