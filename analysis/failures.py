@@ -1,4 +1,4 @@
-"""What failures cost under each paradigm, in virtual time.
+"""What failures and stalls cost under each paradigm, in virtual time.
 
     python analysis/failures.py [--seeds 3] [-o FOLDER]
 
@@ -7,6 +7,9 @@ Eight workers train for as long as ten hours without failures take. Workers fail
 a worker fails between two iterations. Otherwise every failure ends the run, which resumes from its last checkpoint
 after `BACK_S`, and repeats what it had done since. Such a run is the uninterrupted one, but later, so its duration
 follows from that one's (`with_restarts`).
+
+A worker that stalls stands still for `BACK_S` within one iteration, and then continues: nothing is lost, but whoever
+waits for it stands still, too.
 
 FOLDER/failures.csv has all durations; the figure is FOLDER/failures.png and .svg.
 """
@@ -34,7 +37,7 @@ HOUR_S = 3600.0
 WORKERS, ITERATION_S, JITTER = 8, 10.0, 0.1
 BACK_S = 300.0  # until a failed worker, or the whole run, trains again
 CHECKPOINT_S = 30.0  # during which no worker computes
-FAILURES = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)  # an hour, of all workers together
+FAILURES = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)  # an hour, of all workers together; and as many stalls
 EVERY_S = (300.0, 600.0, 1800.0, 3600.0)  # of training between two checkpoints
 CONTINUED: dict[str, dict[str, Any]] = {
     "BSP": {"name": "bsp"},
@@ -42,6 +45,7 @@ CONTINUED: dict[str, dict[str, Any]] = {
     "SSP, s = 3": {"name": "ssp", "staleness": 3},
     "EASGD": {"name": "easgd", "period": 4},
 }
+STALLED: dict[str, dict[str, Any]] = {**CONTINUED, "all-reduce": {"name": "allreduce"}}
 
 
 def main(
@@ -52,28 +56,31 @@ def main(
     frame["cost"] = frame["hours"] / frame.groupby(["method", "seed"])["undisturbed_hours"].transform("first") - 1
     out.mkdir(parents=True, exist_ok=True)
     draw(frame, out)
-    Console().print(table(frame))
+    Console().print(*(table(frame, event) for event in ("failures", "stalls")))
 
 
 def durations(seed: int) -> Iterator[dict[str, Any]]:
-    """Yield the durations of one seed, under every method and number of failures."""
+    """Yield the durations of one seed, under every method and number of failures, and of stalls."""
+    undisturbed = {name: simulated_s(paradigm, seed, []) for name, paradigm in STALLED.items()}
+
+    def row(event: str, method: str, per_hour: float, took_s: float, undisturbed_s: float) -> dict[str, Any]:
+        hours = {"hours": took_s / HOUR_S, "undisturbed_hours": undisturbed_s / HOUR_S}
+        return {"event": event, "method": method, "seed": seed, "per_hour": per_hour, **hours}
+
     for name, paradigm in CONTINUED.items():
-        undisturbed_s = simulated_s(paradigm, seed, [])
         for per_hour in FAILURES:
-            events = absences(per_hour, seed, 3 * undisturbed_s)
-            took_s = simulated_s(paradigm, seed, events) if events else undisturbed_s
-            yield row(f"{name}, others continue", seed, per_hour, took_s, undisturbed_s)
-    undisturbed_s = simulated_s({"name": "allreduce"}, seed, [])
+            events = absences(per_hour, seed, 3 * undisturbed[name])
+            took_s = simulated_s(paradigm, seed, events) if events else undisturbed[name]
+            yield row("failures", f"{name}, others continue", per_hour, took_s, undisturbed[name])
     for every_s in EVERY_S:
         for per_hour in FAILURES:
-            took_s = with_restarts(undisturbed_s, moments(per_hour, seed), every_s)
+            took_s = with_restarts(undisturbed["all-reduce"], moments(per_hour, seed), every_s)
             name = f"all-reduce, all resume, every {every_s / 60:g} min"
-            yield row(name, seed, per_hour, took_s, undisturbed_s)
-
-
-def row(method: str, seed: int, per_hour: float, took_s: float, undisturbed_s: float) -> dict[str, Any]:
-    hours = {"hours": took_s / HOUR_S, "undisturbed_hours": undisturbed_s / HOUR_S}
-    return {"method": method, "seed": seed, "failures_per_hour": per_hour, **hours}
+            yield row("failures", name, per_hour, took_s, undisturbed["all-reduce"])
+    for name, paradigm in STALLED.items():
+        for per_hour in FAILURES:
+            took_s = simulated_s(paradigm, seed, stalls(per_hour, seed)) if per_hour else undisturbed[name]
+            yield row("stalls", name, per_hour, took_s, undisturbed[name])
 
 
 # ---- one run ----
@@ -130,6 +137,26 @@ def absences(per_hour: float, seed: int, until_s: float) -> list[dict[str, Any]]
     raise AssertionError
 
 
+def stalls(per_hour: float, seed: int) -> list[dict[str, Any]]:
+    """Return events by which one iteration of a worker now and then takes `BACK_S` longer than usual.
+
+    They come at so many iterations an hour of training: while a worker stands still, it cannot stall again.
+    """
+    rng, iteration = np.random.default_rng(seed), np.ones(WORKERS, int)
+    events: list[dict[str, Any]] = []
+    now_s = 0.0
+    for gap_s in moments(per_hour, seed):
+        now_s += gap_s
+        if now_s > 20 * HOUR_S:  # the fastest worker under ASP is not there yet when the run ends
+            return events
+        worker = int(rng.integers(WORKERS))
+        at = max(int(now_s / ITERATION_S), iteration[worker])
+        iteration[worker] = at + 1
+        changes: list[dict[str, Any]] = [{"change": "slow", "factor": 1 + BACK_S / ITERATION_S}, {"change": "recover"}]
+        events += [{"worker": worker, "at_iteration": int(at) + n, **change} for n, change in enumerate(changes)]
+    raise AssertionError
+
+
 def with_restarts(work_s: float, gaps_s: Iterator[float], every_s: float) -> float:
     """Return the duration of a run that every failure ends, and that resumes from its last checkpoint.
 
@@ -163,30 +190,32 @@ def with_restarts(work_s: float, gaps_s: Iterator[float], every_s: float) -> flo
 
 
 def draw(frame: pd.DataFrame, folder: Path) -> None:
-    """Draw the cost against the failures per hour, of the methods whose costs differ."""
-    methods = [f"{next(iter(CONTINUED))}, others continue", *(m for m in frame["method"].unique() if "resume" in m)]
+    """Draw the cost against failures and stalls per hour, of the methods whose costs differ."""
+    equal = [*(f"{name}, others continue" for name in list(CONTINUED)[1:]), "EASGD", "all-reduce"]  # to others
     with plotting.style():
-        figure, ((axis,),) = plotting.panels(1, height=3.0)
-        for n, method in enumerate(methods):
-            costs = frame[frame["method"] == method].groupby("failures_per_hour")["cost"]
-            mean, look = costs.mean(), plotting.DASHES[n % len(plotting.DASHES)]
-            (line,) = axis.plot(mean.index, mean, label=method, linestyle=look, marker="osD^v"[n], ms=3)
-            axis.fill_between(mean.index, costs.min(), costs.max(), color=line.get_color(), alpha=0.15, lw=0)
-        axis.set(xlabel=f"failures an hour, of {WORKERS} workers", xlim=(0, None), ylim=(0, 1.2))
-        axis.set_ylabel("longer than without failures")
-        axis.yaxis.set_major_formatter(plotting.percent)
-        figure.legend(loc="outside right upper")
+        figure, axes = plotting.panels(2, height=5.0)
+        for axis, event, top in zip(axes[:, 0], ("failures", "stalls"), (1.2, 0.4), strict=True):
+            of_event = frame[(frame["event"] == event) & ~frame["method"].isin(equal)]
+            for n, (method, rows) in enumerate(of_event.groupby("method", sort=False)):
+                costs = rows.groupby("per_hour")["cost"]
+                mean, look = costs.mean(), plotting.DASHES[n % len(plotting.DASHES)]
+                (line,) = axis.plot(mean.index, mean, label=method, linestyle=look, marker="osD^v"[n], ms=3)
+                axis.fill_between(mean.index, costs.min(), costs.max(), color=line.get_color(), alpha=0.15, lw=0)
+            axis.set(xlabel=f"{event} an hour, of {WORKERS} workers", xlim=(0, None), ylim=(0, top))
+            axis.set_ylabel(f"longer than without {event}")
+            axis.yaxis.set_major_formatter(plotting.percent)
+            axis.legend(loc="center left", bbox_to_anchor=(1.02, 0.5))
         plotting.save(figure, frame.round(4), folder, "failures")
 
 
-def table(frame: pd.DataFrame) -> Table:
+def table(frame: pd.DataFrame, event: str) -> Table:
     """Return the mean cost of each method."""
-    shown = Table(title="longer than without failures and checkpoints", box=None)
-    shown.add_column("failures an hour")
+    shown = Table(title=f"longer than without {event}", box=None)
+    shown.add_column(f"{event} an hour")
     for per_hour in FAILURES:
         shown.add_column(f"{per_hour:g}", justify="right")
-    for method, rows in frame.groupby("method", sort=False):
-        costs = rows.groupby("failures_per_hour")["cost"].mean()
+    for method, rows in frame[frame["event"] == event].groupby("method", sort=False):
+        costs = rows.groupby("per_hour")["cost"].mean()
         shown.add_row(str(method), *(f"{100 * cost:.1f} %" for cost in costs))
     return shown
 

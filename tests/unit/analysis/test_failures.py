@@ -51,3 +51,19 @@ def test_a_worker_fails_only_while_it_is_there() -> None:
 
 def test_without_failures_there_are_no_absences() -> None:
     assert failures.absences(0.0, 1, 1e9) == []
+    assert failures.stalls(0.0, 1) == []
+
+
+def test_a_stall_is_one_iteration_that_takes_longer() -> None:
+    """All-reduce waits for every stall as a whole; stalls of the same iteration cost as much as one."""
+    events = failures.stalls(30.0, 3)
+    slow, recover = events[::2], events[1::2]
+    assert {event["change"] for event in slow} == {"slow"} and {event["change"] for event in recover} == {"recover"}
+    for before, after in zip(slow, recover, strict=True):
+        assert (after["worker"], after["at_iteration"]) == (before["worker"], before["at_iteration"] + 1)
+    undisturbed_s = failures.simulated_s({"name": "allreduce"}, 1, [])
+    took_s = failures.simulated_s({"name": "allreduce"}, 1, events)
+    stalled = {event["at_iteration"] for event in slow if event["at_iteration"] <= 10 * 3600 / failures.ITERATION_S}
+    assert len(stalled) > 200
+    assert took_s - undisturbed_s == pytest.approx(len(stalled) * BACK_S, rel=0.05)
+    assert failures.simulated_s({"name": "asp"}, 1, events) < undisturbed_s + (took_s - undisturbed_s) / 4
