@@ -538,7 +538,9 @@ def _abort(comm: MPI.Intracomm) -> None:
 
     error = sys.exception()
     assert error is not None
-    if isinstance(error, NotWritten | StateError):
+    if isinstance(error, KeyboardInterrupt):
+        print("hpcsync: interrupted", file=sys.stderr)
+    elif isinstance(error, NotWritten | StateError):
         print(f"hpcsync: failed: {error}", file=sys.stderr)
     else:
         traceback.print_exc()

@@ -102,7 +102,7 @@ OF_USERS = ("OMPI_MCA_", "OMPI_ALLOW_", "PMIX_MCA_", "PRTE_MCA_", "PRTE_ALLOW_")
 SRUN_MPI = {"Open MPI": "pmix", "MPICH": "pmi2"}  # value of srun's --mpi with which the ranks are one world
 
 RANKS_PER_CORE, RANKS_ANYWHERE = 8, 16  # limits without --oversubscribe: more ranks are rarely intended
-LOOK_S, LOST_S = 0.5, 5.0  # how often a start is looked at; how long ranks may take to end after each other
+LOOK_S, LOST_S = 0.5, 2.0  # how often a start is looked at; how long ranks may take to end after each other
 STARTING_GRACE_S = 1.5  # for ranks that have not begun to train, and have nothing to save
 
 TERMINAL = "HPCSYNC_TERMINAL"  # environment variable of the ranks: columns of the terminal that shows their output
@@ -318,7 +318,7 @@ def launch(
     suspends : bool
         If True, rank 0 ends the run in order on SIGTERM. The first SIGTERM is then only forwarded to it, if it is on
         this node and listens (`signals.tell_listening`). Before it listens the ranks have nothing to save, and are
-        ended after `STARTING_GRACE_S` instead of `grace_s`.
+        ended after `STARTING_GRACE_S` instead of `grace_s`; they are also ended soon after one of them has ended.
     tolerant : bool
         If True, ranks continue when another one dies.
     given : mapping, optional
@@ -378,7 +378,7 @@ def launch(
             raise LaunchError(f"{line[0]}: {error.strerror}") from None
         if process.stdout is not None and process.stderr is not None:
             written.forward(process.stdout, process.stderr)
-        lost = _lost_at_start(mark, listening) if tolerant else lambda: False
+        lost = _lost_at_start(mark, listening) if suspends else lambda: False
         timed_out = _wait(process, signums, timeout_s, _passing_on(process, mark, suspends, listening), lost)
         stopped = process.returncode is None
         if stopped:
@@ -468,7 +468,8 @@ def _wait(
 def _lost_at_start(mark: str, listening: Path) -> Callable[[], bool]:
     """Return a function that is true if a rank on this node ended `LOST_S` ago and training has not begun since.
 
-    A tolerant launcher does not end the others, which wait for the rank within MPI_Init for ever.
+    The others wait for it within MPI_Init for ever if the launcher does not end them: a tolerant one does not, and
+    MPICH's does not if the rank had not begun MPI_Init.
     """
     ranks: set[int] = set()
     looked_s, missing_s = 0.0, math.inf
@@ -480,7 +481,7 @@ def _lost_at_start(mark: str, listening: Path) -> Callable[[], bool]:
             looked_s, running = now_s, _ranks(mark)
             missing_s = math.inf if ranks <= running else min(missing_s, now_s)
             ranks |= running
-        return now_s - missing_s >= LOST_S and not listening.exists()
+        return 0 in ranks and now_s - missing_s >= LOST_S and not listening.exists()
 
     return lost
 

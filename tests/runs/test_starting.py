@@ -81,3 +81,16 @@ def test_a_signal_ends_every_step_of_the_start(tmp_path: Path) -> None:
         assert max(took_s) < LIMIT_S
         for program in programs[1:]:
             assert program.err.startswith("hpcsync: interrupted")
+
+
+def test_a_rank_that_ends_before_mpi_knows_it_ends_the_start(tmp_path: Path) -> None:
+    """MPICH's launcher lets the others wait for it within MPI_Init."""
+    (tmp_path / "slow.py").write_text(WORKLOAD)
+    (tmp_path / "job.toml").write_text(JOB)
+    with started(hpcsync("run", "job.toml", "--out", "out"), tmp_path, {**os.environ, "LOADING_S": "0"}) as program:
+        program.wait_for(lambda program: "loading libraries" in program.out)
+        begin_s = time.monotonic()
+        program.rank(1).send_signal(signal.SIGINT)
+        assert program.status == 1
+        assert time.monotonic() - begin_s < LIMIT_S
+        assert program.err.startswith("hpcsync: interrupted\n")

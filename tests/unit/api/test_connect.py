@@ -10,8 +10,9 @@ import torch
 from torch.utils.data import TensorDataset
 
 from hpcsync import connect, device
-from hpcsync.api.connect import agree
+from hpcsync.api.connect import aborting, agree
 from hpcsync.config.errors import JobError
+from hpcsync.mpi import session_base
 from hpcsync.run_dir.checkpoint import RUN, Checkpoints
 from hpcsync.system import gpu_selection
 from hpcsync.training.sampler import batches, sequence_indices
@@ -328,3 +329,14 @@ print(sorted({"mpi4py", "cupy"} & sys.modules.keys()), "torch" in sys.modules)
 def test_a_single_process_needs_no_mpi():
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
     assert (done.stdout.strip(), done.stderr) == ("[] True", "")
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, ValueError])
+def test_a_rank_that_ends_the_job_shows_where_unless_interrupted(kind, monkeypatch, capsys):
+    ended = []
+    monkeypatch.setattr(session_base, "end_all", lambda comm, error: ended.append(type(error)))
+    with pytest.raises(kind), aborting(SimpleNamespace(), but=JobError):
+        raise kind
+    assert ended == [kind]
+    said = capsys.readouterr().err
+    assert said == "hpcsync: interrupted\n" if kind is KeyboardInterrupt else "Traceback" in said
