@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from reproductions import ashl as ashl_paper
 from reproductions import dssp as dssp_paper
-from reproductions import first_k, first_k_real, stanza_real
+from reproductions import dssp_map, first_k, first_k_real, stanza_real
 from reproductions import gossip as gossip_paper
 from reproductions import stanza as stanza_paper
 from rich.console import Console
@@ -35,9 +35,13 @@ def dssp(
     out: Out = None,
     seeds: Seeds = 3,
     processes: Processes = CORES,
+    by_map: Annotated[bool, typer.Option("--map", help="Over the workers' speed ratio and jitter.")] = False,
 ) -> None:
     """Dynamic stale synchronous parallel (Zhao et al., ICDCS 2019)."""
-    dssp_paper.reproduce(out or Path("reproductions/dssp"), seeds, processes, Console())
+    if by_map:
+        dssp_map.reproduce(out or Path("reproductions/dssp-map"), seeds, processes, Console())
+    else:
+        dssp_paper.reproduce(out or Path("reproductions/dssp"), seeds, processes, Console())
 
 
 @app.command()

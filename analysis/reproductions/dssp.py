@@ -94,11 +94,11 @@ SETTINGS = (
 )
 
 
-def jobs(seeds: int, length: float = 1.0) -> dict[str, Job]:
+def jobs(seeds: int, length: float = 1.0, settings: Sequence[Setting] | None = None) -> dict[str, Job]:
     """Every run, by the name of its folder. length: of all runs and of what is counted in them, for a quick look."""
     return {
         f"{setting.name}/{arm}/{paradigm.replace(' ', '-')}/{seed}": job(setting, arm, paradigm, seed, length)
-        for setting in SETTINGS
+        for setting in (SETTINGS if settings is None else settings)
         for arm, paradigms in setting.arms.items()
         for paradigm in paradigms
         for seed in range(FIRST_SEED, FIRST_SEED + seeds)
