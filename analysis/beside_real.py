@@ -20,12 +20,12 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import beside_hosts
 import pandas
 import typer
 from rich.console import Console
 from rich.table import Table
 
+import beside_hosts
 from hpcsync.report.trace_pair import compare
 from hpcsync.trace.reader import load
 

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
+
 from reproductions import ashl as ashl_paper
 from reproductions import dssp as dssp_paper
 from reproductions import dssp_map, first_k, first_k_real, stanza_real
 from reproductions import gossip as gossip_paper
 from reproductions import stanza as stanza_paper
-from rich.console import Console
 
 CORES = len(os.sched_getaffinity(0))
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import beside_hosts
 import pytest
 from rich.console import Console
 
+import beside_hosts
 from hpcsync.config.job import Job
 from hpcsync.run_dir import layout
 from hpcsync.simulator.simulate import simulate

@@ -3,9 +3,10 @@
 import itertools
 import math
 
-import failures
 import numpy as np
 import pytest
+
+import failures
 
 EVERY_S, COST_S, BACK_S = 600.0, failures.CHECKPOINT_S, failures.BACK_S
 

@@ -6,12 +6,12 @@ import matplotlib
 import numpy as np
 import pandas as pd
 import pytest
-from reproductions import dssp
-from reproductions.claims import Claim, apart, judged, largest, of, points, ratio, settled_s
-from reproductions.simulating import finished, simulate_all
 from rich.console import Console
 
 from hpcsync.config.job import Job
+from reproductions import dssp
+from reproductions.claims import Claim, apart, judged, largest, of, points, ratio, settled_s
+from reproductions.simulating import finished, simulate_all
 
 SEEDS = (1, 2, 3)
 

@@ -6,9 +6,10 @@ import matplotlib
 import numpy as np
 import pandas as pd
 import pytest
+from rich.console import Console
+
 from reproductions import ashl
 from reproductions.claims import judged
-from rich.console import Console
 
 SEED = ashl.FIRST_SEED
 

@@ -4,9 +4,10 @@ import matplotlib
 import numpy as np
 import pandas as pd
 import pytest
+from rich.console import Console
+
 from reproductions import first_k, first_k_real
 from reproductions.claims import judged
-from rich.console import Console
 
 SEED = first_k.FIRST_SEED
 

@@ -5,9 +5,10 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from rich.console import Console
+
 from reproductions import gossip, relabelled
 from reproductions.claims import judged
-from rich.console import Console
 
 
 @pytest.fixture(scope="module")

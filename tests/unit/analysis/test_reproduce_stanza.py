@@ -3,14 +3,14 @@
 import numpy as np
 import pandas as pd
 import pytest
-from reproductions import stanza
-from reproductions.claims import judged
-from reproductions.simulating import simulate_all
-from reproductions.stanza import COLOCATED, FC_LIGHT, SERVER, SPEEDS, Point
 from rich.console import Console
 
 from hpcsync.planning.split_cost import Shape
 from hpcsync.workloads import torchvision_models
+from reproductions import stanza
+from reproductions.claims import judged
+from reproductions.simulating import simulate_all
+from reproductions.stanza import COLOCATED, FC_LIGHT, SERVER, SPEEDS, Point
 
 MODELS = {model: Shape(2_000, 50_000, 40, conv_flops=9_000, fc_flops=1_000) for model in SPEEDS}
 
