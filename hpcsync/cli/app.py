@@ -525,4 +525,5 @@ def user_errors_in_one_line() -> Iterator[None]:
 def main() -> None:
     """Run the command line."""
     garbage.freeze_at_end()
-    app(prog_name="hpcsync")
+    with user_errors_in_one_line():  # Ctrl-C while the commands are set up
+        app(prog_name="hpcsync")

@@ -132,3 +132,14 @@ def test_usage() -> None:
         "plan",
     ]
     assert names == expected
+
+
+def test_an_interrupt_while_the_commands_are_set_up_is_one_line(monkeypatch, capsys):
+    def interrupted(**options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(app, "app", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        app.main()
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == "hpcsync: interrupted\n"
