@@ -1,4 +1,4 @@
-"""Claims: the published statement, the simulated result, and whether all seeds agree."""
+"""Claims: the published statement, the result, its 95 % interval over the seeds, and the verdict that follows."""
 
 from __future__ import annotations
 
@@ -12,14 +12,37 @@ import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
+from hpcsync.report.variants import half_widths
+
 Of = Callable[[pd.DataFrame], pd.Series]  # from the results of all runs a number for each seed
+
+HOLDS, FAILS, UNTOLD = "holds", "does not hold", "cannot be told"  # verdicts
 
 
 @dataclass(frozen=True)
 class Claim:
-    """It holds if `low` <= number <= `high` for every seed; a number that is not known lies nowhere.
+    """That `low` <= mean of the numbers <= `high`.
 
-    says, published: in words. unit: behind the numbers.
+    It holds if the whole 95 % interval of the mean lies there, does not hold if none of it does, and cannot be told
+    otherwise. Numbers of a seed are ratios or differences within that seed, so the interval is a paired one. It is
+    Student's; of positive numbers without a unit, which are ratios, that of their logarithms. With one seed, that of
+    something without chance, it is the number. A number that is not known is that of a run that never arrives: it lies
+    beyond the limit, and the interval is then the range of the seeds.
+
+    Attributes
+    ----------
+    says
+        The claim in words.
+    published
+        What the paper prints; empty if nothing.
+    number
+        Number of each seed.
+    low, high
+        Limits.
+    unit
+        Behind the numbers.
+    expected
+        What follows from the paper's text but is not printed there, or what we expect; empty if nothing.
     """
 
     says: str
@@ -28,6 +51,7 @@ class Claim:
     low: float = -math.inf
     high: float = math.inf
     unit: str = ""
+    expected: str = ""
 
     @property
     def criterion(self) -> str:
@@ -38,30 +62,54 @@ class Claim:
         return f"{self.low:g} to {self.high:g}{self.unit}"
 
     def judge(self, results: pd.DataFrame) -> dict[str, object]:
-        """A row: the claim, and the mean, least and largest number."""
+        """A row: the claim, the mean with its interval, the least and largest number, and the verdict."""
         numbers = self.number(results)
         known = numbers.dropna()
+        mean, low, high = self._interval(numbers.to_numpy(float))
         return {
             "claim": self.says,
             "published": self.published,
-            "ours": _in_words(known, len(numbers), self.unit),
+            "expected": self.expected,
+            "ours": self._in_words(known, len(numbers), mean, low, high),
             "criterion": self.criterion,
-            "holds": bool(len(numbers)) and bool(numbers.between(self.low, self.high).all()),
-            "mean": known.mean(),
+            "verdict": self._verdict(low, high),
+            "mean": mean,
+            "low": low,
+            "high": high,
             "least": known.min(),
             "largest": known.max(),
             "seeds": len(numbers),
             "unknown": len(numbers) - len(known),
         }
 
+    def _interval(self, numbers: np.ndarray) -> tuple[float, float, float]:
+        """Return mean and interval; the mean is NaN if a number is not known."""
+        if not len(numbers):
+            return math.nan, math.nan, math.nan
+        if np.isnan(numbers).any():
+            beyond = -math.inf if self.high == math.inf else math.inf
+            there = np.where(np.isnan(numbers), beyond, numbers)
+            return math.nan, float(there.min()), float(there.max())
+        is_ratio = not self.unit and bool((numbers > 0).all())
+        values = np.log(numbers) if is_ratio else numbers
+        mean, half = float(values.mean()), float(half_widths(values)) if len(values) > 1 else 0.0
+        ends = (mean, mean - half, mean + half)
+        return tuple(map(math.exp, ends)) if is_ratio else ends  # type: ignore[return-value]
 
-def _in_words(known: pd.Series, n: int, unit: str) -> str:
-    missing = f"not reached with {n - len(known)} of {n} seeds" if len(known) < n else ""
-    if not len(known):
-        return missing or "no runs"
-    digits = 0 if pd.api.types.is_integer_dtype(known) else 2
-    mean, least, largest = (f"{x:.{digits}f}" for x in (known.mean(), known.min(), known.max()))
-    return f"{mean}{unit} ({least} to {largest})" + (f", {missing}" if missing else "")
+    def _verdict(self, low: float, high: float) -> str:
+        if self.low <= low and high <= self.high:
+            return HOLDS
+        return FAILS if high < self.low or low > self.high else UNTOLD
+
+    def _in_words(self, known: pd.Series, n: int, mean: float, low: float, high: float) -> str:
+        missing = f"not reached with {n - len(known)} of {n} seeds" if len(known) < n else ""
+        if not len(known):
+            return missing or "no runs"
+        digits = 0 if pd.api.types.is_integer_dtype(known) and low == high else 2
+        if missing:
+            return f"{known.min():.{digits}f} to {known.max():.{digits}f}{self.unit}, {missing}"
+        between = f" ({low:.{digits}f} to {high:.{digits}f})" if n > 1 else ""
+        return f"{mean:.{digits}f}{self.unit}{between}"
 
 
 def judged(claims: Iterable[Claim], results: pd.DataFrame) -> pd.DataFrame:
@@ -70,11 +118,12 @@ def judged(claims: Iterable[Claim], results: pd.DataFrame) -> pd.DataFrame:
 
 def table(judgements: pd.DataFrame, title: str) -> Table:
     shown = Table(title=title, title_justify="left", title_style="bold")
-    for column in ("claim", "published", "ours", "criterion", "holds"):
+    for column in ("claim", "published", "expected", "ours", "criterion", "verdict"):
         shown.add_column(column)
+    colours = {HOLDS: "green", FAILS: "red", UNTOLD: "yellow"}
     for row in judgements.itertuples():
-        holds = "[green]yes[/]" if row.holds else "[red]no[/]"
-        shown.add_row(row.claim, row.published, row.ours, row.criterion, holds)
+        verdict = f"[{colours[row.verdict]}]{row.verdict}[/]"
+        shown.add_row(row.claim, row.published, row.expected, row.ours, row.criterion, verdict)
     return shown
 
 

@@ -292,31 +292,31 @@ def claims() -> list[Claim]:
             for method in (*CLAIMED, ALWAYS):
                 for other in ("BSP", "ASP"):
                     says = f"{words}: {method} sooner than {other}"
-                    published = "sooner" if method in CLAIMED else "(ours)"
+                    published = "sooner" if method in CLAIMED else ""
                     found.append(Claim(says, published, sooner(method, other, where, rate, by), low=1.05))
             for method in ("BSP", "ASP", *CLAIMED, ALWAYS):
                 says = f"{words}: {method}'s time / BSP's with equal workers"
-                published = "about 1" if method in TOGETHER else "(ours)"
-                found.append(Claim(says, published, effect(method, where, rate, by), high=REMOVED))
+                expected = "about 1" if method in TOGETHER else ""
+                found.append(Claim(says, "", effect(method, where, rate, by), high=REMOVED, expected=expected))
     for method in CLAIMED:
         says = f"homogeneous, plain SGD: {method} trains on as many samples a second as BSP"
         number = ratio(of("samples_per_s", "homogeneous", "plain", method), of_bsp("samples_per_s", "plain"))
-        found.append(Claim(says, "(ours)", number, low=0.97))
+        found.append(Claim(says, "", number, low=0.97))
         says = f"homogeneous, plain SGD, by the loss: {method}'s time / BSP's"
-        found.append(Claim(says, "(ours)", effect(method, "homogeneous", "plain", "loss"), high=NO_LATER))
+        found.append(Claim(says, "", effect(method, "homogeneous", "plain", "loss"), high=NO_LATER))
     for task in TASKS:
         where = f"exponential times, {task} labels"
         ends = points(of("error", task, "published", "k-sync loss"), of("error", task, "published", "BSP"))
         says = f"{where}: AdaSync ends no worse than k = {WORKERS}"
-        found.append(Claim(says, "no worse", ends, high=0.5, unit=" points"))
+        found.append(Claim(says, "", ends, high=0.5, unit=" points", expected="no worse"))
         says = f"{where}: AdaSync's times to {len(EARLY)} errors / those of the soonest k"
-        found.append(Claim(says, "about 1", envelope("k-sync loss", task), high=REMOVED))
+        found.append(Claim(says, "", envelope("k-sync loss", task), high=REMOVED, expected="about 1"))
     for where in UNEVEN:
         for part in PARTS:
             whole, _ = part.split(", ")
             says = f"{where}, plain SGD, by the loss: {part}: its time / {whole}'s"
             number = ratio(of("loss_s", where, "plain", part), of("loss_s", where, "plain", whole))
-            found.append(Claim(says, "(ours)", number, 1 / NO_LATER, NO_LATER))
+            found.append(Claim(says, "", number, 1 / NO_LATER, NO_LATER))
     return found
 
 

@@ -168,38 +168,40 @@ def claims() -> list[Claim]:
                 for method in ASYNCHRONOUS:
                     says = f"{where}, {workers} workers: {method} sooner than all-reduce"
                     number = sooner(method, "all-reduce", f"{cluster}-{workers}", step)
-                    claims.append(Claim(says, "sooner, to about 32", number, low=1.05))
+                    claims.append(Claim(says, "sooner, up to about 32 nodes", number, low=1.05))
             for method in ASYNCHRONOUS:
                 says = f"{where}, {MANY} workers: all-reduce sooner than {method}"
                 number = sooner("all-reduce", method, f"{cluster}-{MANY}", step)
-                claims.append(Claim(says, "sooner, to about 100", number, low=1.05))
+                claims.append(Claim(says, "scales to about 100 nodes", number, low=1.05))
             for method in ASYNCHRONOUS:
                 says = f"{where}, {MANY} workers: all-reduce ends higher than {method}"
                 number = higher("all-reduce", method, f"{cluster}-{MANY}", step)
-                claims.append(Claim(says, "higher", number, low=0.2, unit=" points"))
+                claims.append(Claim(says, "", number, low=0.2, unit=" points", expected="higher"))
     for method in ASYNCHRONOUS:
         says = (
             f"small step: final accuracies at {WORKERS[0]} to {MANY} workers further apart than all-reduce's: {method}"
         )
-        claims.append(Claim(says, "all-reduce most consistent", less_even(method), low=0.0, unit=" points"))
+        claims.append(
+            Claim(says, "", less_even(method), low=0.0, unit=" points", expected="all-reduce most consistent")
+        )
     for workers in (FEW, LIMIT, MANY):
         number = sooner("gossip", "EASGD", f"even-{workers}", "small")
-        claims.append(Claim(f"small step, {workers} workers: gossip sooner than EASGD", "can be", number, low=1.05))
+        claims.append(
+            Claim(f"small step, {workers} workers: gossip sooner than EASGD", "", number, low=1.05, expected="can be")
+        )
     free, ours = f"free-{LIMIT}", f"medium step, {LIMIT} workers, transfers in no time"
     claims += [
-        Claim(
-            f"{ours}: EASGD sooner than all-reduce", "(ours)", sooner("EASGD", "all-reduce", free, "medium"), low=1.05
-        ),
+        Claim(f"{ours}: EASGD sooner than all-reduce", "", sooner("EASGD", "all-reduce", free, "medium"), low=1.05),
         Claim(
             f"{ours}: all-reduce ends higher than EASGD",
-            "(ours)",
+            "",
             higher("all-reduce", "EASGD", free, "medium"),
             low=0.2,
             unit=" points",
         ),
         Claim(
             f"{ours}: EASGD with alpha = 0.1 ends higher than with beta = 0.8",
-            "(ours)",
+            "",
             higher("EASGD-fixed", "EASGD", free, "medium"),
             low=0.2,
             unit=" points",
@@ -211,13 +213,13 @@ def claims() -> list[Claim]:
             says = f"{link}: {MANY} workers train faster than {LIMIT}: {name}"
             if method in ("EASGD", "server"):
                 number = scaling(method, link)
-                claims.append(Claim(says, "the server's link limits", number, high=0.5 * growth))
+                claims.append(Claim(says, "", number, high=0.5 * growth, expected="the server's link limits"))
             else:
-                claims.append(Claim(says, "no server to share", scaling(method, link), low=0.9 * growth))
+                claims.append(Claim(says, "", scaling(method, link), low=0.9 * growth, expected="no server to share"))
     for workers in (FEW, LIMIT, MANY):
         says = f"{workers} workers: slowed by stragglers"
-        claims.append(Claim(f"{says}: all-reduce", "yes", slower("all-reduce", workers), low=1.5))
-        claims += [Claim(f"{says}: {m}", "no", slower(m, workers), high=1.25) for m in ASYNCHRONOUS]
+        claims.append(Claim(f"{says}: all-reduce", "", slower("all-reduce", workers), low=1.5, expected="yes"))
+        claims += [Claim(f"{says}: {m}", "", slower(m, workers), high=1.25, expected="no") for m in ASYNCHRONOUS]
     return claims
 
 

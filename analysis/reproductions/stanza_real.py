@@ -149,17 +149,17 @@ def claims() -> list[Claim]:
         for method in METHODS:
             measured, simulated = (of("samples_per_s", rate, engine, method) for engine in ("real", "simulated"))
             says = f"{words}, {method}: measured samples a second / simulated"
-            found.append(Claim(says, "(ours)", ratio(measured, simulated), 1 - AS_SIMULATED, 1 + AS_SIMULATED))
+            found.append(Claim(says, "", ratio(measured, simulated), 1 - AS_SIMULATED, 1 + AS_SIMULATED))
             counted, said = (of(column, rate, "real", method) for column in ("cable_bytes", "bytes"))
             says = f"{words}, {method}: bytes counted at the cables / in the trace"
-            found.append(Claim(says, "(ours)", ratio(counted, said), 1.0, 1 + WRAPPING))
+            found.append(Claim(says, "", ratio(counted, said), 1.0, 1 + WRAPPING))
             says = f"{words}, {method}: seconds computed / padded to"
-            found.append(Claim(says, "(ours)", of("slowed", rate, "real", method), 1.0, 1 + SLOWED))
+            found.append(Claim(says, "", of("slowed", rate, "real", method), 1.0, 1 + SLOWED))
         for ours in (STANZA, IN_PIECES):
             for other in (SERVER, RING):
                 for engine in ("real", "simulated"):
                     number = speed_up(rate, engine, ours, other)
-                    published = "1.34 to 13.9" if other == SERVER else "(ours)"
+                    published = "1.34 to 13.9" if other == SERVER else ""
                     says = f"{words}, {engine}: times the {other}'s samples a second: {ours}"
                     found.append(Claim(says, published, number, low=1.34 if other == SERVER else 1.0))
     return found

@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from rich.console import Console
+from scipy import stats
 
 from hpcsync.config.job import Job
 from reproductions import dssp
@@ -80,21 +81,52 @@ def verdict(claim, frame):
     return judged([claim], frame).iloc[0]
 
 
-def test_a_claim_holds_if_every_seed_says_so():
+def test_a_claim_holds_if_its_whole_interval_does():
     claim = Claim("twice as fast", "2", TWICE, low=1.5)
-    row = verdict(claim, results(slow=[2.0, 4.0, 6.0], fast=[1.0, 2.0, 2.0]))
-    assert row.holds and row.ours == "2.33 (2.00 to 3.00)"
-    assert not verdict(claim, results(slow=[2.0, 4.0, 2.8], fast=[1.0, 2.0, 2.0])).holds
-    assert not verdict(claim, results(slow=[2.0, 4.0, 6.0], fast=[4.0, 8.0, 8.0])).holds
+    row = verdict(claim, results(slow=[2.0, 4.0, 4.4], fast=[1.0, 2.0, 2.0]))
+    log = np.log([2.0, 2.0, 2.2])
+    half = stats.t.ppf(0.975, 2) * log.std(ddof=1) / np.sqrt(3)
+    assert (row["mean"], row.low, row.high) == pytest.approx(tuple(np.exp(log.mean() + np.array([0, -half, half]))))
+    assert row.verdict == "holds" and row.ours == "2.06 (1.80 to 2.37)"
+    assert verdict(claim, results(slow=[2.0, 4.0, 6.0], fast=[1.0, 2.0, 2.0])).verdict == "cannot be told"
+    assert verdict(claim, results(slow=[2.0, 4.0, 4.4], fast=[2.0, 4.0, 4.0])).verdict == "does not hold"
+    assert verdict(Claim("", "", TWICE, 1.9, 2.1), results(slow=[4.0] * 3, fast=[2.0] * 3)).verdict == "holds"
 
 
-def test_a_target_that_is_never_reached_is_said_and_supports_nothing():
+def test_differences_have_an_interval_of_their_own():
+    difference = points(of("target_s", "a", "b", "slow"), of("target_s", "a", "b", "fast"))
+    row = verdict(
+        Claim("", "", difference, low=0.0, unit=" points"), results(slow=[0.2, 0.4, 0.1], fast=[0.1, 0.2, 0.2])
+    )
+    half = stats.t.ppf(0.975, 2) * np.std([10, 20, -10], ddof=1) / np.sqrt(3)
+    assert (row.low, row.high) == pytest.approx((20 / 3 - half, 20 / 3 + half)) and row.verdict == "cannot be told"
+
+
+def test_a_run_that_never_arrives_lies_beyond_the_limit():
     frame = results(slow=[2.0, 4.0, np.nan], fast=[1.0, 2.0, 2.0])
-    for claim in (Claim("", "", TWICE, low=1.5), Claim("", "", TWICE, high=9.0)):
+    for claim, expected in (
+        (Claim("", "", TWICE, low=1.5), "cannot be told"),
+        (Claim("", "", TWICE, high=9.0), "cannot be told"),
+        (Claim("", "", TWICE, low=2.5), "does not hold"),
+        (Claim("", "", TWICE, high=1.5), "does not hold"),
+    ):
         row = verdict(claim, frame)
-        assert not row.holds and row.unknown == 1
-        assert "not reached with 1 of 3 seeds" in row.ours
-    assert verdict(Claim("", "", TWICE), frame[frame["seed"] > 2]).ours == "not reached with 1 of 1 seeds"
+        assert row.verdict == expected and row.unknown == 1
+        assert row.ours == "2.00 to 2.00, not reached with 1 of 3 seeds"
+    never = frame[frame["seed"] > 2]
+    assert verdict(Claim("", "", TWICE, low=1.5), never).ours == "not reached with 1 of 1 seeds"
+    assert verdict(Claim("", "", TWICE, low=1.5), never).verdict == "does not hold"
+
+
+def test_one_seed_is_of_something_without_chance():
+    one = results(slow=[2.0, 4.0, 6.0], fast=[1.0, 2.0, 2.0]).query("seed == 1")
+    assert verdict(Claim("", "", TWICE, low=1.5), one).verdict == "holds"
+    assert verdict(Claim("", "", TWICE, low=2.5), one).verdict == "does not hold"
+
+
+def test_without_runs_nothing_can_be_told():
+    row = verdict(Claim("", "", TWICE, low=1.5), results(slow=[2.0] * 3, fast=[1.0] * 3).query("seed > 3"))
+    assert row.verdict == "cannot be told" and row.ours == "no runs"
 
 
 def test_a_mean_over_paradigms_is_unknown_with_one_of_them():
@@ -122,7 +154,7 @@ def every_run(target_s, lead):
 
 
 def holding(frame):
-    return set(judged(dssp.claims(), frame).query("holds")["claim"])
+    return set(judged(dssp.claims(), frame).query("verdict == 'holds'")["claim"])
 
 
 def test_were_it_as_published_the_papers_claims_would_hold():

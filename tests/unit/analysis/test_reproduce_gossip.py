@@ -84,7 +84,7 @@ def every_run(number):
 
 
 def holding(frame):
-    return set(judged(gossip.claims(), frame).query("holds")["claim"])
+    return set(judged(gossip.claims(), frame).query("verdict == 'holds'")["claim"])
 
 
 def test_were_it_as_published_every_claim_would_hold():
