@@ -88,7 +88,7 @@ def claims() -> list[Claim]:
 
 
 def _near(says: str, printed: float, number: Of) -> Claim:
-    return Claim(says, f"{printed:.2f}", number, (1 - NEAR) * printed, (1 + NEAR) * printed)
+    return Claim(says, f"{printed:.2f}", number, round((1 - NEAR) * printed, 2), round((1 + NEAR) * printed, 2))
 
 
 def throughputs(results: pd.DataFrame) -> pd.DataFrame:
