@@ -14,7 +14,7 @@ from rich.console import Console
 
 from reproductions import ashl as ashl_paper
 from reproductions import dssp as dssp_paper
-from reproductions import dssp_map, first_k, first_k_real, stanza_real
+from reproductions import dssp_map, dssp_map_real, first_k, first_k_real, stanza_real
 from reproductions import gossip as gossip_paper
 from reproductions import stanza as stanza_paper
 
@@ -37,9 +37,12 @@ def dssp(
     seeds: Seeds = 3,
     processes: Processes = CORES,
     by_map: Annotated[bool, typer.Option("--map", help="Over the workers' speed ratio and jitter.")] = False,
+    real: Annotated[bool, typer.Option("--real", help="Four points of the map on real ranks, one at a time.")] = False,
 ) -> None:
     """Dynamic stale synchronous parallel (Zhao et al., ICDCS 2019)."""
-    if by_map:
+    if real:
+        dssp_map_real.reproduce(out or Path("reproductions/dssp-real"), seeds, Console())
+    elif by_map:
         dssp_map.reproduce(out or Path("reproductions/dssp-map"), seeds, processes, Console())
     else:
         dssp_paper.reproduce(out or Path("reproductions/dssp"), seeds, processes, Console())

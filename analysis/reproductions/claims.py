@@ -38,7 +38,7 @@ class Claim:
     number
         Number of each seed.
     low, high
-        Limits.
+        Limits; without one, the number is only reported.
     unit
         Behind the numbers.
     expected
@@ -55,6 +55,8 @@ class Claim:
 
     @property
     def criterion(self) -> str:
+        if self.low == -math.inf and self.high == math.inf:
+            return ""
         if self.low == -math.inf:
             return f"≤ {self.high:g}{self.unit}"
         if self.high == math.inf:
@@ -97,6 +99,8 @@ class Claim:
         return tuple(map(math.exp, ends)) if is_ratio else ends  # type: ignore[return-value]
 
     def _verdict(self, low: float, high: float) -> str:
+        if not self.criterion:
+            return ""
         if self.low <= low and high <= self.high:
             return HOLDS
         return FAILS if high < self.low or low > self.high else UNTOLD
@@ -122,7 +126,7 @@ def table(judgements: pd.DataFrame, title: str) -> Table:
         shown.add_column(column)
     colours = {HOLDS: "green", FAILS: "red", UNTOLD: "yellow"}
     for row in judgements.itertuples():
-        verdict = f"[{colours[row.verdict]}]{row.verdict}[/]"
+        verdict = f"[{colours[row.verdict]}]{row.verdict}[/]" if row.verdict else ""
         shown.add_row(row.claim, row.published, row.expected, row.ours, row.criterion, verdict)
     return shown
 

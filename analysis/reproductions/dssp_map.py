@@ -122,6 +122,12 @@ def draw(results: pd.DataFrame, folder: Path) -> None:
     plotting.save(figure, frame, folder, "dssp-map")
 
 
+def points(verdicts: pd.DataFrame) -> pd.DataFrame:
+    """Return for each point of the coarse map, and each mode, how many printed ratios hold, do not, cannot be told."""
+    words = verdicts["claim"].str.extract(r"ratio (?P<ratio>[\d.]+), jitter (?P<jitter>[\d.]+) %, (?P<mode>[^:]+): ")
+    return pd.crosstab([words["mode"], words["ratio"], words["jitter"]], verdicts["verdict"]).reset_index()
+
+
 def reproduce(out: Path, seeds: int, processes: int, console: Console, length: float = 1.0) -> pd.DataFrame:
     """Simulate what is missing in the folder, write results, claims and the map there, print the claims."""
     todo = jobs(seeds, length)
@@ -129,4 +135,8 @@ def reproduce(out: Path, seeds: int, processes: int, console: Console, length: f
     results = pd.DataFrame([dssp.measure(out / "runs" / name)[0] for name in todo])
     draw(results, out)
     title = f"DSSP by speed ratio and jitter, virtual time, {seeds} seeds: what the paper prints, within 10 %"
-    return conclude(claims(), results, out, console, title)
+    verdicts = conclude(claims(), results, out, console, title)
+    counts = points(verdicts)
+    counts.to_csv(out / "points.csv", index=False)
+    console.print("of the 6 printed ratios at each point:", counts.to_string(index=False), sep="\n")
+    return verdicts

@@ -10,7 +10,7 @@ from rich.console import Console
 from scipy import stats
 
 from hpcsync.config.job import Job
-from reproductions import dssp
+from reproductions import dssp, dssp_map, dssp_map_real
 from reproductions.claims import Claim, apart, judged, largest, of, points, ratio, settled_s
 from reproductions.simulating import finished, simulate_all
 
@@ -129,6 +129,11 @@ def test_without_runs_nothing_can_be_told():
     assert row.verdict == "cannot be told" and row.ours == "no runs"
 
 
+def test_without_limits_there_is_no_verdict():
+    row = verdict(Claim("", "", TWICE), results(slow=[2.0] * 3, fast=[1.0] * 3))
+    assert (row.verdict, row.criterion, row.ours) == ("", "", "2.00 (2.00 to 2.00)")
+
+
 def test_a_mean_over_paradigms_is_unknown_with_one_of_them():
     frame = results(x=[1.0, 2.0, 3.0], y=[3.0, 4.0, np.nan])
     assert of("target_s", "a", "b", "x", "y")(frame).tolist() == pytest.approx([2.0, 3.0, np.nan], nan_ok=True)
@@ -181,6 +186,51 @@ def test_the_target_is_reached_when_accuracy_stays_there():
     assert settled(0.5, 0.95, 0.8, 0.9, 0.92) == 3.0
     assert settled(0.9, 0.95) == 0.0
     assert np.isnan(settled(0.95, 0.8))
+
+
+# ---- the map ----
+
+
+def test_the_map_has_every_point_and_what_is_printed_is_judged_at_each_of_the_coarse_ones():
+    names = [name.split("/") for name in dssp_map.jobs(2)]
+    frame = pd.DataFrame(names, columns=["setting", "arm", "paradigm", "seed"])
+    frame["paradigm"] = frame["paradigm"].str.replace("-", " ")
+    fine = frame[frame["setting"].str.startswith("speed-")]
+    n_points = len(dssp_map.RATIOS) * len(dssp_map.JITTERS)
+    assert len(fine) == 2 * n_points * len(dssp_map.METHODS) and fine["setting"].nunique() == n_points
+    frame["duration_s"] = frame["paradigm"].map(dssp_map.FIG_4_S | {"DSSP paper": 8917.0})
+    frame["target_s"] = frame["paradigm"].map(dssp_map.TABLE_I_S | {"DSSP paper": 3016.4})
+    verdicts = judged(dssp_map.claims(), frame)
+    assert set(verdicts["verdict"]) == {"holds"}
+    counts = dssp_map.points(verdicts)
+    assert len(counts) == 2 * len(dssp_map.COARSE_RATIOS) * len(dssp_map.COARSE_JITTERS)
+    assert set(counts["holds"]) == {6}
+    frame["target_s"] = 3016.4  # all alike: what BSP and SSP take longer does not hold
+    assert set(dssp_map.points(judged(dssp_map.claims(), frame))["does not hold"]) == {2}
+
+
+def test_the_map_is_drawn_and_continued(tmp_path, monkeypatch):
+    monkeypatch.setitem(matplotlib.rcParams, "savefig.dpi", 50)
+    for name, values in (("RATIOS", (1.5, 3.0)), ("JITTERS", (0.005,))):
+        monkeypatch.setattr(dssp_map, name, values)
+        monkeypatch.setattr(dssp_map, f"COARSE_{name}", values[:1])
+    console = Console(quiet=True)
+    first = dssp_map.reproduce(tmp_path, 1, 1, console, length=1 / 100)
+    drawn = pd.read_csv(tmp_path / "dssp-map.csv")
+    assert set(drawn["ratio"]) == {1.5, 3.0} and (drawn["ASP"] > 1.1).all()
+    pd.testing.assert_frame_equal(first, dssp_map.reproduce(tmp_path, 1, 1, console, length=1 / 100))
+
+
+def test_points_on_real_ranks_are_points_of_the_map():
+    assert set(dssp_map_real.RATIOS) <= set(dssp_map.RATIOS) and set(dssp_map_real.JITTERS) <= set(dssp_map.JITTERS)
+    names = [name.split("/") for name in dssp_map_real.jobs(3)]
+    frame = pd.DataFrame(names, columns=["setting", "paradigm", "seed"])
+    frame["paradigm"] = frame["paradigm"].str.replace("-", " ")
+    both = pd.concat([frame.assign(arm=arm, samples_per_s=1.0, jitter=0.01) for arm in ("real", "simulated")])
+    verdicts = judged(dssp_map_real.claims(), both)
+    assert (verdicts["seeds"] == 3).all() and set(verdicts["verdict"]) == {"", "holds"}
+    both.loc[both["arm"] == "real", "samples_per_s"] = 0.9
+    assert "does not hold" in set(judged(dssp_map_real.claims(), both)["verdict"])
 
 
 # ---- all of it, small ----
