@@ -25,6 +25,7 @@ from hpcsync.run_dir import layout
 from hpcsync.trace.reader import Trace, load
 from reproductions.claims import Claim, Of, conclude, of, points, ratio
 from reproductions.simulating import simulate_all
+from reproductions.tuning import tuned
 
 # ---- what is run ----
 
@@ -158,7 +159,7 @@ def name_of(setting: str, rate: str, method: str, seed: int) -> str:
     return f"{setting}/{rate}/{method.replace(' ', '_')}/{seed}"
 
 
-def job(setting: str, rate: str, method: str, seed: int, length: float = 1.0) -> Job:
+def job(setting: str, rate: str, method: str, seed: int, length: float = 1.0, factor: float = 1.0) -> Job:
     """setting: one of CLUSTERS; or one of TASKS, on equal workers whose times are exponential."""
     chosen = RATES[rate]
     way = chosen.methods[method]
@@ -170,7 +171,12 @@ def job(setting: str, rate: str, method: str, seed: int, length: float = 1.0) ->
             "options": {"share": TASKS.get(setting, TASKS["noisy"])},
             "batch_size": BATCH,
         },
-        "optimizer": {"name": "sgd", "lr": chosen.lr, "momentum": chosen.momentum, "async_lr_scale": chosen.scale},
+        "optimizer": {
+            "name": "sgd",
+            "lr": factor * chosen.lr,
+            "momentum": chosen.momentum,
+            "async_lr_scale": chosen.scale,
+        },
         "stop": {"samples": round(length * chosen.samples), "seconds": length * chosen.seconds},
         "evaluation": {"every_samples": chosen.every},
         "paradigm": dict(way.paradigm),
@@ -236,7 +242,7 @@ def measure(folder: Path) -> tuple[dict[str, Any], pd.DataFrame]:
     """
     trace = load(folder / layout.TRACE)
     setting, rate, method, seed = folder.parts[-4:]
-    targets = RATES[rate]
+    targets = RATES[rate] if rate in RATES else RATES["plain"]  # whose learning rates are tuned
     run = {"setting": setting, "arm": rate, "paradigm": method.replace("_", " "), "seed": int(seed)}
     pushes, updates, evaluations = trace.tables["pushes"], trace.tables["updates"], trace.frame("evaluations")
     over_s = float(updates["now_s"][-1])  # what is still computed when the run is over counts for nothing
@@ -298,6 +304,11 @@ def claims() -> list[Claim]:
                 says = f"{words}: {method}'s time / BSP's with equal workers"
                 expected = "about 1" if method in TOGETHER else ""
                 found.append(Claim(says, "", effect(method, where, rate, by), high=REMOVED, expected=expected))
+    for by in ("accuracy", "loss"):
+        for method in CLAIMED:
+            for other in ("BSP", "ASP"):
+                says = f"heterogeneous, each with its own best rate, by the {by}: {method} sooner than {other}"
+                found.append(Claim(says, "sooner", sooner(method, other, "heterogeneous", "tuned", by), low=1.05))
     for method in CLAIMED:
         says = f"homogeneous, plain SGD: {method} trains on as many samples a second as BSP"
         number = ratio(of("samples_per_s", "homogeneous", "plain", method), of_bsp("samples_per_s", "plain"))
@@ -485,6 +496,16 @@ def draw_k(traces: Mapping[tuple[str, str], Trace], folder: Path) -> None:
 # ---- all of it ----
 
 
+def tuned_runs(out: Path, seeds: int, processes: int, console: Console, length: float) -> pd.DataFrame:
+    """Results with unlike workers, each method with its own best learning rate."""
+
+    def make(method: str, factor: float, seed: int) -> Job:
+        return job("heterogeneous", "plain", method, seed, length, factor)
+
+    by, reported = ("loss_s", "accuracy_s"), range(FIRST_SEED, FIRST_SEED + seeds)
+    return tuned("heterogeneous", KEY, make, lambda f: measure(f)[0], by, reported, out, processes, console)
+
+
 def reproduce(out: Path, seeds: int, processes: int, console: Console, length: float = 1.0) -> pd.DataFrame:
     """Simulate what is missing in the folder, write results, claims and figures there, print the claims."""
     todo = jobs(seeds, length)
@@ -492,6 +513,7 @@ def reproduce(out: Path, seeds: int, processes: int, console: Console, length: f
     rows, evaluations = zip(*(measure(out / "runs" / name) for name in todo), strict=True)
     results = pd.DataFrame(rows)
     draw_times(results, out)
+    results = pd.concat([results, tuned_runs(out, seeds, processes, console, length)], ignore_index=True)
     draw_frontier(pd.concat(evaluations), out)
     shown = [(setting, rate, method) for setting, (rate, methods) in SHOWN.items() for method in methods]
     folder = out / "runs"

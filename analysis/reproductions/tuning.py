@@ -1,0 +1,103 @@
+"""Learning rates chosen alike for all methods: the same factors of a setting's own rate, on seeds of their own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from rich.console import Console
+
+from hpcsync.config.job import Job
+from reproductions.simulating import simulate_all
+
+FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)  # the budget of every method, with each of the seeds
+SEEDS = (1, 2, 3)  # none of them is reported
+NEVER = 2.0  # times its length: what a run that does not arrive counts as when a rate is chosen
+
+Make = Callable[[str, float, int], Job]  # of a method, a factor and a seed
+Measure = Callable[[Path], dict[str, Any]]  # of the folder SETTING/ARM/METHOD/SEED
+
+
+def tuned(
+    setting: str,
+    methods: Sequence[str],
+    make: Make,
+    measure: Measure,
+    columns: Sequence[str],
+    seeds: Sequence[int],
+    out: Path,
+    processes: int,
+    console: Console,
+) -> pd.DataFrame:
+    """Choose each method's rate, and return results with the chosen ones: a row per run, of the arm "tuned".
+
+    What is missing in the folder is simulated. OUT/tuned-rates.csv has the factors.
+
+    Parameters
+    ----------
+    setting, methods
+        What is tuned.
+    make
+        Makes a job.
+    measure
+        Measures a finished run.
+    columns
+        Columns of times to targets, NaN for never; a rate is chosen by the mean of their logarithms.
+    seeds
+        Seeds to report; none of SEEDS.
+    out, processes, console
+        As for `simulate_all`.
+    """
+    assert not set(seeds) & set(SEEDS), "a seed is tuned and reported"
+    tried = {
+        f"{setting}/tuning-{factor:g}/{_stem(method)}/{seed}": make(method, factor, seed)
+        for method in methods
+        for factor in FACTORS
+        for seed in SEEDS
+    }
+    simulate_all(tried, out / "runs", processes, console)
+    rates = best(pd.DataFrame([measure(out / "runs" / name) for name in tried]), columns)
+    rates.to_csv(out / "tuned-rates.csv", index=False)
+    factors = dict(zip(rates["paradigm"], rates["factor"], strict=True))
+    chosen = {
+        f"{setting}/tuned/{_stem(method)}/{seed}": make(method, factors[method], seed)
+        for method in methods
+        for seed in seeds
+    }
+    simulate_all(chosen, out / "runs", processes, console)
+    return pd.DataFrame([measure(out / "runs" / name) for name in chosen])
+
+
+def best(results: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
+    """Return each method's best factor, and whether it is the least or largest that was tried: a better one may exist.
+
+    Parameters
+    ----------
+    results
+        A row per run, with `paradigm`, `arm`, `duration_s` and the columns.
+    columns
+        Columns of times to targets, NaN for never.
+    """
+    times = results[list(columns)].apply(lambda column: column.fillna(NEVER * results["duration_s"]))
+    scores = results.assign(
+        score=np.log(times).mean(axis=1), factor=results["arm"].str.removeprefix("tuning-").astype(float)
+    )
+    means = scores.groupby(["paradigm", "factor"])["score"].mean().reset_index()
+    rows = means.loc[means.groupby("paradigm")["score"].idxmin()]
+    ends = min(FACTORS), max(FACTORS)
+    return pd.DataFrame(
+        {
+            "paradigm": rows["paradigm"],
+            "factor": rows["factor"],
+            "seconds": rows["score"].map(math.exp),
+            "at_an_end": rows["factor"].isin(ends),
+        }
+    ).reset_index(drop=True)
+
+
+def _stem(method: str) -> str:
+    return method.replace(" ", "_")
