@@ -7,6 +7,7 @@ should win.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -161,7 +162,7 @@ def measure(folder: Path) -> tuple[dict[str, Any], pd.DataFrame]:
     trace = load(folder / layout.TRACE)
     setting, arm, paradigm, seed = folder.parts[-4:]
     summary, evaluations, updates = summarize(trace), trace.frame("evaluations"), trace.tables["updates"]
-    run = {"setting": setting, "arm": arm, "paradigm": paradigm.replace("-", " "), "seed": int(seed)}
+    run = {"setting": setting, "arm": arm, "paradigm": re.sub("[-_]", " ", paradigm), "seed": int(seed)}
     decayed = updates["now_s"][updates["lr"] < 0.5 * updates["lr"][0]]
     row = {
         **run,

@@ -10,7 +10,7 @@ from rich.console import Console
 from scipy import stats
 
 from hpcsync.config.job import Job
-from reproductions import dssp, dssp_map, dssp_map_real
+from reproductions import dssp, dssp_map, dssp_map_real, tuning
 from reproductions.claims import Claim, apart, judged, largest, of, points, ratio, settled_s
 from reproductions.simulating import finished, simulate_all
 
@@ -238,6 +238,8 @@ def test_points_on_real_ranks_are_points_of_the_map():
 
 def test_a_second_call_simulates_nothing_and_says_the_same(tmp_path, monkeypatch):
     monkeypatch.setitem(matplotlib.rcParams, "savefig.dpi", 50)
+    monkeypatch.setattr(tuning, "FACTORS", (1.0,))
+    monkeypatch.setattr(tuning, "SEEDS", (1,))
     names = ("BSP", "SSP 3", "DSSP")
     mixed = dssp.Setting("mixed", (0.02, 0.04), {"updates": names, "samples": names}, 0.4, 45)
     monkeypatch.setattr(dssp, "SETTINGS", (mixed,))

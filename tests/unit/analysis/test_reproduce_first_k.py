@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from reproductions import first_k, first_k_real
+from reproductions import first_k, first_k_real, tuning
 from reproductions.claims import judged
 
 SEED = first_k.FIRST_SEED
@@ -174,6 +174,8 @@ def test_on_real_ranks_the_claims_are_about_runs_that_there_are():
 
 def test_a_second_call_simulates_nothing_and_says_the_same(tmp_path, monkeypatch):
     monkeypatch.setitem(matplotlib.rcParams, "savefig.dpi", 50)
+    monkeypatch.setattr(tuning, "FACTORS", (1.0,))
+    monkeypatch.setattr(tuning, "SEEDS", (1,))
     every = first_k.jobs
 
     def few(seeds, length):
