@@ -102,7 +102,8 @@ def test_speed_left_counts_events_up_to_a_time():
 def results(jobs, number, error=lambda setting, method: 0.02):
     """Results of all runs; number(setting, rate, method) gives the seconds to the targets, NaN for never."""
     rows = []
-    for name in jobs:
+    own = [name.replace("/plain/", "/tuned/") for name in jobs if name.startswith("heterogeneous/plain/")]
+    for name in (*jobs, *own):
         setting, rate, method, seed = name.split("/")
         method = method.replace("_", " ")
         seconds = number(setting, rate, method)
