@@ -41,6 +41,7 @@ GONE_S = 5.0
 LIMIT_S = 120.0  # for a step to come, for a trial to end by itself, and for a run that resumes
 LATEST_S = 1.5  # after a step has begun
 MEMORY = Path("/dev/shm")
+TOPOLOGY = "hydra_hwloc_xmlfile_*"  # in /tmp, of MPICH's launcher
 OWN_MEMORY = "HPCSYNC_TROUBLE"
 
 JOB = """
@@ -177,7 +178,7 @@ def examined(trial: Trial, folder: Path, place: Place, *, resumes: bool) -> Foun
     temporary.mkdir(parents=True)
     (folder / "job.toml").write_text(job(trial.paradigm))
     place.environ["TMPDIR"] = str(temporary)
-    memory, wrong = place.segments(), []
+    memory, topologies, wrong = place.segments(), set(Path("/tmp").glob(TOPOLOGY)), []
     program = Program(place.inside(folder, hpcsync("run", "job.toml", "--out", "out")), folder, place.environ)
     try:
         wait(lambda: trial.step in program.out or program.process.poll() is not None, LIMIT_S)
@@ -197,6 +198,8 @@ def examined(trial: Trial, folder: Path, place: Place, *, resumes: bool) -> Foun
         wrong.append(f"temporary: {names}")
     if names := sorted(str(segment) for segment in place.segments() - memory):
         wrong.append(f"segments: {names}")
+    if names := sorted(str(path) for path in set(Path("/tmp").glob(TOPOLOGY)) - topologies):
+        wrong.append(f"topologies: {names}")
     if out.exists():
         try:
             lock.take(out / lock.NAME, lock.this_process()).release()

@@ -387,6 +387,7 @@ def launch(
         if process.returncode:
             process_cleanup.remove_segments(since_ns)
             process_cleanup.remove_sessions(since_ns)
+            process_cleanup.remove_topologies(since_ns)
         written.end(stopped, os.isatty(1) and not under_launcher())  # Open MPI gives each rank a terminal
     if timed_out:
         return Ended(TIMED_OUT, None, True)

@@ -29,6 +29,8 @@ GRACE_S = 2.0  # time for the launcher, to which the kernel sends SIGTERM, to en
 TICK_NS = 10_000_000  # times of files are those of the latest tick of the kernel, 1 to 10 ms ago
 PROCESSES = Path("/proc")  # Linux only: elsewhere no process is found
 MEMORY = Path("/dev/shm")
+TOPOLOGIES = Path("/tmp")
+PROXY = "hydra_pmi_proxy"  # of MPICH's launcher
 
 # Names of segments: Open MPI's with the host, MPICH's, and the semaphores of Python's multiprocessing.
 SEGMENT = re.compile(rf"(sm_segment|vader_segment)\.{re.escape(platform.node())}\.|mpich_shm_|mpich_shar_tmp|sem\.mp-")
@@ -107,6 +109,25 @@ def remove_sessions(since_ns: int) -> None:
                     folder.rmdir()
 
 
+def remove_topologies(since_ns: int) -> None:
+    """Remove the files in which killed proxies of MPICH's launcher have left the node's topology since a time.
+
+    They are in /tmp wherever temporary files are. A file that is there before a look that finds no living proxy of this
+    user belongs to a dead one.
+    """
+    left = [path for path in TOPOLOGIES.glob("hydra_hwloc_xmlfile_*") if _is_ours(path, since_ns)]
+    if left and not any(_is_own_proxy(folder) for folder in PROCESSES.glob("[0-9]*")):
+        for path in left:
+            path.unlink(missing_ok=True)
+
+
+def _is_own_proxy(process: Path) -> bool:
+    with contextlib.suppress(OSError):  # it ended meanwhile
+        program = (process / "cmdline").read_bytes().split(b"\0")[0]  # empty once it has ended
+        return process.stat().st_uid == os.getuid() and Path(os.fsdecode(program)).name == PROXY
+    return False
+
+
 def _is_ours(path: Path, since_ns: int) -> bool:
     with contextlib.suppress(OSError):
         found = path.stat()
@@ -173,6 +194,7 @@ def _guard(mark: str, since_ns: int) -> None:
     kill(mark)
     remove_segments(since_ns)
     remove_sessions(since_ns)
+    remove_topologies(since_ns)
     if will.argv:
         with contextlib.suppress(OSError):
             subprocess.run(will.argv, stdin=subprocess.DEVNULL, check=False)

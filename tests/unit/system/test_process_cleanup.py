@@ -105,3 +105,26 @@ def test_only_empty_sessions_since_the_launch_are_removed(tmp_path, monkeypatch)
     (top / "jf.0" / "3" / "0" / "used").unlink()
     process_cleanup.remove_sessions(0)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_topologies_of_dead_proxies_since_the_launch_are_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(process_cleanup, "TOPOLOGIES", tmp_path)
+    monkeypatch.setattr(process_cleanup, "PROCESSES", tmp_path / "proc")
+    old, new, other = (tmp_path / f"hydra_hwloc_xmlfile_{name}" for name in ("old", "new", "newer"))
+    old.touch()
+    time.sleep(0.02)
+    since_ns = time.time_ns()
+    time.sleep(0.02)
+    new.touch()
+    proxy = tmp_path / "proc" / "12"
+    proxy.mkdir(parents=True)
+    (proxy / "cmdline").write_bytes(b"/usr/bin/hydra_pmi_proxy\0--rmk\0user\0")
+    process_cleanup.remove_topologies(since_ns)
+    assert new.exists()  # it may be that proxy's
+    (proxy / "cmdline").write_bytes(b"")  # it has ended and has not been waited for
+    process_cleanup.remove_topologies(since_ns)
+    assert old.exists() and not new.exists()
+    other.touch()
+    monkeypatch.setattr(process_cleanup.os, "getuid", lambda: -1)
+    process_cleanup.remove_topologies(since_ns)
+    assert other.exists()
