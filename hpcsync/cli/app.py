@@ -85,7 +85,7 @@ def run(
 
             if expected_rank() == 0:
                 say("loading libraries")
-            with garbage.loading():
+            with ending_at_once(), garbage.loading():
                 from hpcsync.cli import rank_main
 
             sys.exit(rank_main.main(job, overrides or [], ranks, out, resume, lock, log))
@@ -264,6 +264,54 @@ def compare(
 
         given = (vary or (), seeds, tune or (), tune_seeds, virtual, at_once, overrides or (), out, csv, latex, report)
         sys.exit(comparing.main(paths, comparing.Asked(*given)))
+
+
+@app.command(cls=JobCommand)
+def advise(
+    job: JobPath,
+    measured: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            metavar="TRACE|DIR",
+            help="Take the computation and transfer times of this run, of any paradigm, or of a recorded loop.",
+            show_default=False,
+        ),
+    ] = None,
+    paradigms: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--paradigm",
+            metavar="NAME|TABLE",
+            help="Candidates, such as bsp or '{name = \"k-sync\", k = 3}', instead of those that hpcsync chooses.",
+            show_default=False,
+        ),
+    ] = None,
+    seeds: Annotated[
+        int, typer.Option(metavar="N", min=1, max=1000, help="Seeds of the last trial, counted from that of the job.")
+    ] = 3,
+    budget: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", min=1.0, help="End after this time with what is known.", show_default=False),
+    ] = None,
+    at_once: Annotated[int, typer.Option("--jobs", metavar="N", min=1, help="Simulations at the same time.")] = 1,
+    overrides: Overrides = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Folder of the simulations; runs/NAME-advice/ by default. Those that have finished there are not "
+            "repeated.",
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the advice as JSON.", show_default=False)] = False,
+) -> None:
+    """Advise on a paradigm: simulate candidates in virtual time, and rank them by the time to the job's target."""
+    with user_errors_in_one_line():
+        from hpcsync.cli import advise as advising
+
+        given = (measured, paradigms or (), seeds, budget, at_once, overrides or (), out, as_json)
+        sys.exit(advising.main(job, advising.Asked(*given)))
 
 
 @app.command("report")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import re
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from hpcsync.cli import grid
 from hpcsync.config.errors import JobError
 from hpcsync.system import garbage
 
@@ -38,7 +37,7 @@ def main(path: Path, *, as_json: bool, simulated: bool, paradigms: Sequence[str]
     JobError
         If the trace cannot be read, or for a paradigm that is none.
     """
-    others = [_paradigm(text) for text in paradigms]
+    others = [grid.paradigm_table(text) for text in paradigms]
     with garbage.loading():
         from hpcsync.report.explanation import explain, sentences, view
         from hpcsync.trace.reader import TraceError, opened
@@ -63,19 +62,6 @@ def main(path: Path, *, as_json: bool, simulated: bool, paradigms: Sequence[str]
     else:
         Console(highlight=False).print(view(found, lines, what_if))
     return 0
-
-
-def _paradigm(text: str) -> dict[str, Any]:
-    """Return the table of a paradigm from its name or from TOML."""
-    if re.fullmatch(r"[a-z-]+", text):
-        return {"name": text}
-    try:
-        table = tomllib.loads(f"paradigm = {text}")["paradigm"]
-    except tomllib.TOMLDecodeError:
-        table = None
-    if not isinstance(table, dict):
-        raise JobError(f'--paradigm {text}: must be a name, or a table such as {{name = "k-sync", k = 3}}')
-    return table
 
 
 def _numbers(found: Explanation, what_if: WhatIf | None, lines: list[str]) -> dict[str, Any]:

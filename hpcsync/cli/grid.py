@@ -102,6 +102,19 @@ def in_one_line(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
+def paradigm_table(text: str) -> dict[str, Any]:
+    """Return the table of a paradigm from its name or from TOML, as `--paradigm` takes them."""
+    if re.fullmatch(r"[a-z-]+", text):
+        return {"name": text}
+    try:
+        table = tomllib.loads(f"paradigm = {text}")["paradigm"]
+    except tomllib.TOMLDecodeError:
+        table = None
+    if not isinstance(table, dict):
+        raise JobError(f'--paradigm {text}: must be a name, or a table such as {{name = "k-sync", k = 3}}')
+    return table
+
+
 def variant(overrides: Sequence[str]) -> Variant:
     """Return overrides in short words, such as ``Variant("seconds=[0.02,0.04]", "ssp staleness=3")``."""
     given = [_parsed(override) for override in overrides]

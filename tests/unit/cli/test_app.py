@@ -121,6 +121,7 @@ def test_usage() -> None:
         "show",
         "audit",
         "compare",
+        "advise",
         "report",
         "explain",
         "export",

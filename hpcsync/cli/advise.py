@@ -1,0 +1,472 @@
+"""Command `hpcsync advise`: the paradigm with which a job should be trained on its cluster.
+
+Candidates are trained with real gradients in virtual time, in three trials of growing length (successive halving). All
+of them get the same virtual time, seeds and choice of learning rates; the best third, and the reference, go on to the
+next trial. The last one has seeds of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import sys
+import time
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hpcsync.cli import finished_runs, grid
+from hpcsync.config import job as jobs
+from hpcsync.config.errors import JobError
+from hpcsync.config.job import OPTIONS, Job, Script, default_servers
+from hpcsync.planning.candidates import RATES, Candidate, candidates, kept
+from hpcsync.system.signals import Interrupted, interrupt, on_signals
+
+if TYPE_CHECKING:
+    from hpcsync.report.summary import Summary
+    from hpcsync.trace.reader import Trace
+
+SHARES = (1 / 9, 1 / 3, 1.0)  # of the virtual time of a trial
+KEPT = (5, 3)  # candidates that are kept at least, after the first trial and the second
+TRIAL_SEEDS = (1, 2)  # of the first trial and the second
+FURTHER = 2  # rates that follow for a candidate whose best one is at an end of those tried
+FIRST_SEED = 1_000  # counted from the job's: seeds of the trials before the last
+REFERENCES = ("bsp", "allreduce")  # the first that can be simulated is kept to the end
+MEASURED_UPDATES = 200  # of the reference without gradients, from which the length of the trials follows
+
+
+class Asked(NamedTuple):
+    """Options of the command line."""
+
+    measured: Path | None = None
+    paradigms: Sequence[str] = ()
+    seeds: int = 3
+    budget_s: float | None = None
+    at_once: int = 1
+    overrides: Sequence[str] = ()
+    out: Path | None = None
+    as_json: bool = False
+
+
+class Trained(NamedTuple):
+    """A candidate, the factor of its learning rate, and what it is called."""
+
+    label: str
+    candidate: Candidate
+    factor: float = 1.0
+
+
+class Found(NamedTuple):
+    """Summaries by seed of each label in one trial."""
+
+    share: float
+    summaries: dict[Trained, dict[int, Summary]]
+
+
+def main(path: Path, asked: Asked) -> int:
+    """Advise on the job at this path; return the exit status.
+
+    Raises
+    ------
+    JobError
+        For a job that cannot be advised on, before anything is simulated.
+    """
+    try:
+        with on_signals(interrupt):
+            return _Adviser(path, asked).advise()
+    except Interrupted:
+        print("hpcsync: interrupted; the same command resumes", file=sys.stderr)
+        return 1
+
+
+class _Adviser:
+    """One advice under way."""
+
+    def __init__(self, path: Path, asked: Asked) -> None:
+        from hpcsync.workloads.registry import import_beside
+
+        self._asked = asked
+        self._job = jobs.load(path, asked.overrides)
+        _refuse(self._job)
+        import_beside(path)
+        self._path = path
+        self._out = asked.out or Path("runs") / f"{self._job.name}-advice"
+        self._begin_s = time.monotonic()
+        self._n_simulated = 0
+        self._left_out: dict[str, str] = {}
+        self._trace: Trace | None = None
+        self._times: list[Any] = []
+        if asked.measured is not None:
+            self._read(asked.measured)
+
+    def _read(self, measured: Path) -> None:
+        from hpcsync.simulator.measured_cluster import computation_s
+        from hpcsync.trace.reader import TraceError, load
+
+        try:
+            self._trace = load(measured)
+        except TraceError as error:
+            raise JobError(f"--from: {error}") from None
+        self._times = computation_s(self._trace, self._job)
+
+    # ---- jobs ----
+
+    def _table(self, trained: Trained, seed: int, limit_s: float) -> dict[str, Any]:
+        """Return the job of one simulation."""
+        table: dict[str, Any] = tomllib.loads(self._job.to_toml())
+        table["seed"] = seed
+        table["paradigm"] = trained.candidate.paradigm
+        table.pop("batches", None)
+        if trained.candidate.batches:
+            table["batches"] = trained.candidate.batches
+        optimizer, cluster = table["optimizer"], table["cluster"]
+        optimizer["lr"] = trained.factor * optimizer["lr"]
+        servers = default_servers(table["paradigm"])
+        kind = OPTIONS.get(table["paradigm"].get("name", ""))
+        if servers == 0 or (kind is not None and kind.contribution != "gradient"):
+            optimizer.pop("async_lr_scale", None)  # the optimizer runs on the workers
+        elif not self._states_scale():
+            optimizer["async_lr_scale"] = "1/workers"  # equal total steps, so that rates are comparable
+        if (cluster.get("servers", 1) == 0) != (servers == 0):
+            cluster["servers"] = servers
+        stop = table["stop"]
+        table["stop"] = {key: stop[key] for key in ("target_accuracy", "target_loss") if key in stop}
+        table["stop"]["seconds"] = limit_s
+        if self._trace is not None:
+            from hpcsync.simulator.measured_cluster import network
+
+            cluster["compute"] = {"model": "table", "table": str(self._times_file(seed))}
+            cluster.pop("times_from", None)
+            if "network" not in cluster and (links := network(self._trace)):
+                cluster["network"] = links
+        return table
+
+    def _states_scale(self) -> bool:
+        given = tomllib.loads(self._path.read_text(encoding="utf-8")).get("optimizer", {})
+        return "async_lr_scale" in given or any("async_lr_scale" in text for text in self._asked.overrides)
+
+    def _times_file(self, seed: int) -> Path:
+        from hpcsync.simulator.measured_cluster import resampled, write_table
+
+        file = (self._out / f"times-{seed}.csv").absolute()
+        if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_table(resampled(self._times, seed), file)
+        return file
+
+    # ---- the trials ----
+
+    def advise(self) -> int:
+        """Carry out the trials, print the advice and write it."""
+        from hpcsync.report import variants
+
+        limit_s, iteration_s = self._limit_s()
+        field = self._field(iteration_s)
+        first = self._job.seed
+        print(f"{len(field)} candidates, up to {limit_s:.4g} virtual s each, in {self._out}", file=sys.stderr)
+        reference = next((name for name in REFERENCES if any(each.label == name for each in field)), None)
+        order = [each.label for each in field]
+        every = [each._replace(factor=factor) for each in field for factor in RATES]
+        last: Found | None = None
+        for n, share in enumerate(SHARES):
+            is_last = n == len(SHARES) - 1
+            begin, n_seeds = (first, self._asked.seeds) if is_last else (first + FIRST_SEED, TRIAL_SEEDS[n])
+            seeds = range(begin, begin + n_seeds)
+            found = self._trial(n + 1, every, seeds, share * limit_s)
+            while n == 0 and found is not None and (further := _further(found, len(seeds))):
+                more = self._trial(1, further, seeds, share * limit_s)
+                found = None if more is None else found | more
+            if found is None:
+                break
+            last = Found(share, found)
+            if not is_last:
+                every = self._best(found, KEPT[n], len(seeds), reference)
+        if last is None:
+            print("hpcsync: the budget was spent before the first trial ended", file=sys.stderr)
+            return 1
+        chosen = {trained.label: trained for trained in last.summaries}
+        compared = variants.compare({trained.label: runs for trained, runs in last.summaries.items()})
+        return self._say(compared, chosen, order, reference, last, limit_s)
+
+    def _field(self, iteration_s: float) -> list[Trained]:
+        """Return the candidates that suit the job; note the others with the reason."""
+        from hpcsync.core.job_validation import check
+
+        n_workers = self._job.cluster.workers
+        if self._asked.paradigms:
+            asked = [Candidate(grid.paradigm_table(text), {}) for text in self._asked.paradigms]
+        else:
+            asked = candidates(n_workers, iteration_s)
+        found = []
+        for candidate in asked:
+            trained = Trained(_label(candidate), candidate)
+            try:
+                check(Job.from_table(self._table(trained, self._job.seed, 1e9)))
+                found.append(trained)
+            except JobError as error:
+                self._left_out[trained.label] = str(error)
+        if len(found) < 2:
+            raise JobError(f"advise: fewer than two candidates suit the job: {'; '.join(self._left_out.values())}")
+        return found
+
+    def _limit_s(self) -> tuple[float, float]:
+        """Return the virtual time of the last trial, and the duration of a synchronous iteration.
+
+        The time is that which the reference needs for the samples after which the job stops.
+        """
+        from hpcsync.simulator.measured_time import updates_s
+
+        error: JobError | None = None
+        for name in REFERENCES:
+            trained = Trained(name, Candidate({"name": name}, {}))
+            try:
+                iteration_s = updates_s(Job.from_table(self._table(trained, self._job.seed, 1e9)), MEASURED_UPDATES)
+                break
+            except JobError as refused:
+                error = refused
+        else:
+            raise JobError(f"advise: neither {' nor '.join(REFERENCES)} can be simulated: {error}")
+        stop = self._job.stop
+        assert not isinstance(self._job.workload, Script)
+        limits = [] if stop.seconds is None else [stop.seconds]
+        if stop.samples is not None:
+            limits.append(stop.samples / (self._job.workload.batch_size * self._job.cluster.workers) * iteration_s)
+        if stop.updates is not None:
+            limits.append(stop.updates * iteration_s)
+        return min(limits), iteration_s
+
+    def _best(
+        self, found: Mapping[Trained, Mapping[int, Summary]], least: int, n_seeds: int, reference: str | None
+    ) -> list[Trained]:
+        """Return the best third of the candidates, each with its best rate, and the reference."""
+        best = _best_rates(found, n_seeds)
+        labels = list(best)
+        places = kept([best[label][0] for label in labels], least)
+        chosen = [labels[place] for place in sorted(places)]
+        if reference is not None and reference not in chosen:
+            chosen.insert(0, reference)
+        return [best[label][1] for label in chosen]
+
+    def _trial(
+        self, number: int, every: Sequence[Trained], seeds: Sequence[int], limit_s: float
+    ) -> dict[Trained, dict[int, Summary]] | None:
+        """Simulate what is missing of a trial; return its summaries, or None if the budget was spent before."""
+        todo: dict[Path, Job] = {}
+        places: dict[Trained, dict[int, Path]] = {}
+        for trained in every:
+            for seed in seeds:
+                folder = self._out / f"trial-{number}" / _stem(trained) / f"seed-{seed}"
+                places.setdefault(trained, {})[seed] = folder
+                job = Job.from_table(self._table(trained, seed, limit_s))
+                if not _finished(folder, job):
+                    todo[folder] = job
+        n = sum(map(len, places.values()))
+        n_labels = len({trained.label for trained in every})
+        print(f"trial {number}: {n_labels} candidates, {n} runs, {n - len(todo)} finished already", file=sys.stderr)
+        if not self._simulate(todo, f"trial {number}"):
+            return None
+        return {
+            trained: {seed: finished_runs.read(folder).summary for seed, folder in of_seeds.items()}
+            for trained, of_seeds in places.items()
+        }
+
+    def _simulate(self, todo: Mapping[Path, Job], about: str) -> bool:
+        """Simulate jobs, several at a time; return whether all are done, False once the budget is spent."""
+        from rich.console import Console
+        from rich.progress import track
+
+        left_s = None
+        if self._asked.budget_s is not None:
+            left_s = self._asked.budget_s - (time.monotonic() - self._begin_s)
+        pool = ProcessPoolExecutor(self._asked.at_once, multiprocessing.get_context("spawn"))
+        try:
+            futures = {pool.submit(simulate_one, job, folder, str(self._path)): folder for folder, job in todo.items()}
+            ended = as_completed(futures, left_s)
+            shown = Console(stderr=True)
+            for future in track(ended, about, len(futures), console=shown, disable=not shown.is_terminal):
+                if future.result() != 0:
+                    raise JobError(f"advise: {futures[future]}: the simulation failed, see {futures[future]}.log")
+                self._n_simulated += 1
+        except TimeoutError:
+            return False
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in multiprocessing.active_children():
+                process.terminate()
+        return True
+
+    # ---- the answer ----
+
+    def _say(
+        self,
+        compared: Any,
+        chosen: Mapping[str, Trained],
+        order: Sequence[str],
+        reference: str | None,
+        last: Found,
+        limit_s: float,
+    ) -> int:
+        from rich.console import Console
+
+        from hpcsync.report import advice as reports
+
+        advice = reports.conclude(compared, order)
+        lines = []
+        if advice.advised is None:
+            lines.append(f"No candidate reached {compared.target or 'the target'} with every seed: none is advised.")
+        else:
+            lines.append(f"Train with {advice.advised}.")
+            if len(advice.alike) > 1:
+                others = ", ".join(label for label in advice.alike if label != advice.advised)
+                lines.append(f"Indistinguishable from it, and no simpler: {others}.")
+            if reference is not None and advice.advised != reference and reference in chosen:
+                runs = {trained.label: found for trained, found in last.summaries.items()}
+                lines.append(reports.why(runs[advice.advised], runs[reference], reference))
+        if last.share < 1:
+            lines.append(
+                f"The budget was spent: this is the trial with {100 * last.share:.0f} % of the time, "
+                f"whose seeds have chosen the rates."
+            )
+        lines += self._unknown()
+        factors = {label: trained.factor for label, trained in chosen.items()}
+        job_file = None
+        if advice.advised is not None:
+            job_file = self._out / "advised.toml"
+            job_file.write_text(self._advised(chosen[advice.advised]).to_toml(), encoding="utf-8")
+            lines.append(f"Job file: {job_file}")
+        found = {
+            "advised": advice.advised,
+            "indistinguishable": advice.alike,
+            "target": compared.target,
+            "lines": lines,
+            "limit_s": limit_s,
+            "share": last.share,
+            "times": "the job's cluster" if self._trace is None else str(self._trace.path),
+            "lr_factors": factors,
+            "ranking": reports.numbers(advice),
+            "left_out": self._left_out,
+            "simulated": self._n_simulated,
+            "took_s": time.monotonic() - self._begin_s,
+            "job": None if job_file is None else str(job_file),
+        }
+        (self._out / "advice.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        if self._asked.as_json:
+            print(json.dumps(found, indent=1))
+        else:
+            console = Console(highlight=False, markup=False)
+            console.print(reports.table(advice, factors))
+            console.print()
+            for line in lines:
+                console.print(line, soft_wrap=True)
+        return 0 if advice.advised is not None else 1
+
+    def _unknown(self) -> Iterator[str]:
+        """Yield what the advice does not know."""
+        if self._trace is None:
+            yield "Times are those of the job's [cluster]; --from RUN takes measured ones."
+        elif "network" not in tomllib.loads(self._job.to_toml())["cluster"]:
+            yield "Links are those that the run measured, without what other transfers would take from them."
+        for label, reason in self._left_out.items():
+            yield f"Not tried: {label} ({reason})."
+
+    def _advised(self, trained: Trained) -> Job:
+        """Return the job to run: the user's, with the advised paradigm and learning rate."""
+        table = self._table(trained, self._job.seed, 1.0)
+        own = tomllib.loads(self._job.to_toml())
+        servers = table["cluster"].get("servers")
+        table["stop"], table["cluster"] = (
+            own["stop"],
+            own["cluster"] | ({} if servers is None else {"servers": servers}),
+        )
+        return Job.from_table(table)
+
+
+def _best_rates(
+    found: Mapping[Trained, Mapping[int, Summary]], n_seeds: int
+) -> dict[str, tuple[tuple[float, ...], Trained]]:
+    """Return each candidate with its best rate, and its merit."""
+    from hpcsync.report.variants import merit
+
+    best: dict[str, tuple[tuple[float, ...], Trained]] = {}
+    for trained, runs in found.items():
+        of_this = (merit(runs.values(), n_seeds), trained)
+        if trained.label not in best or of_this[0] < best[trained.label][0]:
+            best[trained.label] = of_this
+    return best
+
+
+def _further(found: Mapping[Trained, Mapping[int, Summary]], n_seeds: int) -> list[Trained]:
+    """Return the next rates of candidates whose best one is the largest or smallest of those tried."""
+    tried: dict[str, list[float]] = {}
+    for trained in found:
+        tried.setdefault(trained.label, []).append(trained.factor)
+    more = []
+    for label, (_, best) in _best_rates(found, n_seeds).items():
+        factors = tried[label]
+        if len(factors) < len(RATES) + FURTHER:
+            if best.factor == max(factors):
+                more.append(best._replace(factor=2 * best.factor))
+            elif best.factor == min(factors):
+                more.append(best._replace(factor=best.factor / 2))
+    return more
+
+
+def simulate_one(job: Job, folder: Path, path: str) -> int:
+    """Simulate a job in a process of its own; what it prints is in the file beside its folder that ends in ``.log``."""
+    from rich.console import Console
+
+    from hpcsync.run_dir import layout, lock
+    from hpcsync.simulator.simulate import simulate
+    from hpcsync.workloads.registry import import_beside
+
+    import_beside(Path(path))
+    if folder.exists():
+        layout.put_aside(folder)
+        lock.release(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_name(f"{folder.name}.log").open("w", encoding="utf-8") as log:
+        with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
+            return simulate(job, folder, Console(file=log))
+
+
+def _refuse(job: Job) -> None:
+    """Raise JobError for a job on which there can be no advice."""
+    if isinstance(job.workload, Script):
+        raise JobError("advise: must be of a job with a workload, which can be simulated; a script cannot")
+    if job.cluster.workers < 2:
+        raise JobError(f"cluster.workers = {job.cluster.workers}: must be at least 2 for an advice")
+    stop = job.stop
+    if stop.target_accuracy is None and stop.target_loss is None:
+        raise JobError("stop: must have target_accuracy or target_loss for an advice: the time to it is compared")
+    if (stop.samples, stop.updates, stop.seconds) == (None, None, None):
+        raise JobError("stop: must have samples, updates or seconds for an advice: a limit for what never arrives")
+    if not job.evaluation.every_samples:
+        raise JobError("evaluation.every_samples = 0: must be at least 1 for an advice")
+
+
+def _finished(folder: Path, job: Job) -> bool:
+    """Return whether the folder has the finished run of this job. Raises JobError if it has one of another job."""
+    if not (folder / "summary.json").exists():
+        return False
+    if Job.from_toml((folder / "job.toml").read_text(encoding="utf-8")).to_toml() != job.to_toml():
+        raise JobError(f"--out: {folder} holds a run of another job; give another folder")
+    return True
+
+
+def _label(candidate: Candidate) -> str:
+    rows = {"paradigm": candidate.paradigm, **({"batches": candidate.batches} if candidate.batches else {})}
+    words = [f"{key}={grid.in_one_line(_rounded(value))}" for key, value in rows.items()]
+    label = grid.label(words[:1])
+    return label + (" + batches by speed" if candidate.batches else "")
+
+
+def _rounded(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: float(f"{value:.3g}") if isinstance(value, float) else value for key, value in table.items()}
+
+
+def _stem(trained: Trained) -> str:
+    words = f"{trained.label} lr x{trained.factor:g}"
+    return "".join(letter if letter.isalnum() or letter in "=.-" else "-" for letter in words)

@@ -1,0 +1,127 @@
+"""Advice on a paradigm: which of the candidates that were tried is the fastest, how sure that is, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rich.table import Table
+
+from hpcsync.report.summary import Summary
+from hpcsync.report.variants import Row, Variants
+
+CHANCE = 0.02  # probability of being the fastest below which a candidate is told from the fastest
+
+
+class Advice(NamedTuple):
+    """What came of trying candidates.
+
+    Attributes
+    ----------
+    advised
+        Label of the advised candidate; None if none has reached the target.
+    alike
+        Labels of candidates that cannot be told from the fastest, in the order of the candidates, which is from simple
+        to intricate. `advised` is the first.
+    ranking
+        Rows of the last trial, the fastest first.
+    """
+
+    advised: str | None
+    alike: tuple[str, ...]
+    ranking: tuple[Row, ...]
+
+
+def conclude(found: Variants, order: Sequence[str]) -> Advice:
+    """Return the advice that follows from a comparison.
+
+    A candidate cannot be told from the fastest if the interval of their difference, paired by seed, contains 0 and its
+    probability of being the fastest is at least `CHANCE`; nor without an interval.
+
+    Parameters
+    ----------
+    found
+        Comparison of the last trial.
+    order
+        Labels from simple to intricate.
+    """
+    ranking = sorted(found.rows, key=lambda row: float("inf") if row.time_s is None else row.time_s.mean)
+    if found.fastest is None:
+        return Advice(None, (), tuple(ranking))
+    alike = {found.fastest}
+    for row in ranking:
+        behind = row.behind_s
+        has_a_chance = row.fastest is None or row.fastest >= CHANCE
+        if behind is not None and has_a_chance and (behind.half_width is None or behind.mean <= behind.half_width):
+            alike.add(row.label)
+    ordered = tuple(label for label in order if label in alike)
+    return Advice(ordered[0], ordered, tuple(ranking))
+
+
+def why(advised: Mapping[int, Summary], reference: Mapping[int, Summary], name: str) -> str:
+    """Return one sentence: how many samples a second it trains, and how many it needs, beside a reference.
+
+    Parameters
+    ----------
+    advised, reference
+        Summaries by seed. Seeds that both have, and at which both reached the target, count.
+    name
+        Label of the reference.
+    """
+    speeds, needs = [], []
+    for seed in advised.keys() & reference.keys():
+        a, b = advised[seed], reference[seed]
+        if None in (a.time_to_target_s, b.time_to_target_s, a.samples_per_s, b.samples_per_s):
+            continue
+        assert a.time_to_target_s and b.time_to_target_s and a.samples_per_s and b.samples_per_s
+        speeds.append(a.samples_per_s / b.samples_per_s)
+        needs.append(a.time_to_target_s / b.time_to_target_s * speeds[-1])
+    if not speeds:
+        return f"{name} did not reach the target, so there is nothing to compare with."
+    speed, need = (sum(ratios) / len(ratios) for ratios in (speeds, needs))
+    return f"Beside {name} it trains {speed:.2f} times as many samples a second and needs {need:.2f} times as many."
+
+
+def table(advice: Advice, factors: Mapping[str, float]) -> Table:
+    """Return the ranking as a table.
+
+    Parameters
+    ----------
+    advice
+        The advice.
+    factors
+        Factor of the job's learning rate that each candidate trained with, by label.
+    """
+    shown = Table(box=None, pad_edge=False, title="to the target", title_justify="left")
+    shown.add_column("candidate")
+    for column in ("time (s)", "behind (s)", "fastest", "samples/s", "lr x"):
+        shown.add_column(column, justify="right")
+    for row in advice.ranking:
+        mark = " *" if row.label in advice.alike else ""
+        shown.add_row(
+            row.label + mark,
+            _words(row.time_s) if row.time_s else f"{row.arrived} of {row.runs}",
+            _words(row.behind_s),
+            "" if row.fastest is None else f"{100 * row.fastest:.0f} %",
+            "" if row.samples_per_s is None else f"{row.samples_per_s:,.0f}",
+            f"{factors[row.label]:g}",
+        )
+    return shown
+
+
+def _words(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value.mean:.4g}" + ("" if value.half_width is None else f" ± {value.half_width:.2g}")
+
+
+def numbers(advice: Advice) -> list[dict[str, Any]]:
+    """Return the ranking for JSON."""
+    return [
+        {
+            **row._asdict(),
+            "time_s": None if row.time_s is None else row.time_s._asdict(),
+            "behind_s": None if row.behind_s is None else row.behind_s._asdict(),
+        }
+        for row in advice.ranking
+    ]

@@ -1,0 +1,95 @@
+"""A cluster of a simulation as a run has measured it: the computation times of its workers, and their links.
+
+Unlike `replayed_times`, which repeats a run's own times for the same paradigm, this gives a `[cluster]` under which any
+paradigm can be simulated. Computation times are drawn anew from the recorded ones, in blocks of successive iterations
+that are the same for all workers: stragglers last, and may be common to several.
+"""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpcsync.config.errors import JobError
+from hpcsync.config.job import Job, Script
+from hpcsync.trace.reader import Trace
+
+BLOCK = 20  # iterations that stay together
+LEAST = 30  # iterations of each worker, of which the first does not count
+
+
+def computation_s(trace: Trace, job: Job) -> list[np.ndarray]:
+    """Return the seconds of loading and computing of each worker's local steps, without the first iteration.
+
+    Raises
+    ------
+    JobError
+        If the run had other workers or batches than the job, or too few iterations.
+    """
+    rows = trace.tables["pushes" if trace.job.has_servers else "exchanges"]
+    rows = rows[rows["batch_size"] > 0]
+    assert not isinstance(job.workload, Script)
+    steps = np.maximum(rows["local_steps"], 1) if trace.job.has_servers else np.ones(len(rows), int)
+    sizes = set(np.unique(rows["batch_size"] // steps).tolist())
+    for name, needed, found in (
+        ("cluster.workers", job.cluster.workers, {trace.n_workers}),
+        ("workload.batch_size", job.workload.batch_size, sizes),
+    ):
+        if others := sorted(found - {needed}):
+            measured = ", ".join(map(str, others))
+            raise JobError(f"--from {trace.path}: must be of a run with {name} = {needed}, it has {measured}")
+    seconds = (rows["load_s"] + rows["compute_s"]) / steps
+    each = []
+    for worker in range(trace.n_workers):
+        own = rows["worker"] == worker
+        each.append(np.repeat(seconds[own][1:], steps[own][1:]))
+        if len(each[-1]) < LEAST:
+            n = len(each[-1])
+            raise JobError(f"--from {trace.path}: must have {LEAST} iterations of every worker; {worker} has {n}")
+    return each
+
+
+def bandwidth_gbit(trace: Trace) -> list[float] | None:
+    """Return the rate of each worker's transfers in Gbit/s; None if they took no time.
+
+    It is the median of the bytes of an iteration over its time of communication, so it contains the latency, and what
+    workers that sent together took from each other.
+    """
+    rows = trace.tables["pushes" if trace.job.has_servers else "exchanges"]
+    rows = rows[(rows["wire_bytes"] > 0) & (rows["comm_s"] > 0)]
+    rates = [rows[rows["worker"] == worker] for worker in range(trace.n_workers)]
+    if not all(map(len, rates)):
+        return None
+    return [8e-9 * float(np.median(own["wire_bytes"] / own["comm_s"])) for own in rates]
+
+
+def resampled(each: list[np.ndarray], seed: int) -> list[np.ndarray]:
+    """Return as many times of each worker as its shortest record has, drawn in blocks that all workers share."""
+    n = min(map(len, each))
+    block = min(BLOCK, n)
+    draw = np.random.default_rng([seed, n])
+    begins = draw.integers(0, n - block + 1, size=-(-n // block))
+    places = (begins[:, None] + np.arange(block)).ravel()[:n]
+    return [seconds[places] for seconds in each]
+
+
+def write_table(each: list[np.ndarray], path: Path) -> None:
+    """Write times as a file for ``cluster.compute.table``."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        rows = csv.writer(file)
+        rows.writerow(("worker", "iteration", "seconds"))
+        for worker, seconds in enumerate(each):
+            rows.writerows((worker, i, repr(float(second))) for i, second in enumerate(seconds))
+
+
+def network(trace: Trace) -> dict[str, Any]:
+    """Return the ``[cluster.network]`` that a run has measured; empty if its transfers took no time.
+
+    The servers' links are as wide as all workers' together: what they limited is in the workers' rates already.
+    """
+    if (rates := bandwidth_gbit(trace)) is None:
+        return {}
+    return {"bandwidth_gbit": rates, "server_bandwidth_gbit": sum(rates), "latency_us": 0.0}

@@ -1,0 +1,160 @@
+"""Command advise: candidates are tried in three trials, the answer is written, and nothing is simulated twice."""
+
+from __future__ import annotations
+
+import json
+import sys
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+
+from hpcsync.cli import advise
+from hpcsync.cli.advise import Asked, main
+from hpcsync.config import job as jobs
+from hpcsync.config.errors import JobError
+from hpcsync.run_dir import layout
+
+JOB = """
+name = "small"
+seed = 5
+workload = {name = "linear"}
+optimizer = {name = "sgd", lr = 0.1}
+stop = {samples = 20000, target_loss = 0.02}
+evaluation.every_samples = 16
+paradigm = {name = "bsp"}
+cluster = {workers = 3, compute = {seconds = [0.1, 0.1, 0.1], jitter = 0.1, model = "lognormal"}}
+"""
+STRAGGLER = "cluster.compute.seconds=[0.1, 0.1, 1.0]"
+
+
+class Inline:
+    """Replacement of the pool of processes: simulates in this one, and counts."""
+
+    n = 0
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def submit(self, function, *arguments):
+        Inline.n += 1
+        done: Future[int] = Future()
+        done.set_result(function(*arguments))
+        return done
+
+    def shutdown(self, **_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(advise, "ProcessPoolExecutor", Inline)
+    monkeypatch.setattr(Inline, "n", 0)
+    path = tmp_path / "small.toml"
+    path.write_text(JOB)
+    return path
+
+
+def advised(out: Path) -> dict:
+    return json.loads((out / "advice.json").read_text())
+
+
+def test_a_straggler_decides_and_the_advised_job_is_the_users(job, tmp_path, capsys):
+    two = ("bsp", "asp")
+    assert main(job, Asked(paradigms=two, overrides=[STRAGGLER], out=tmp_path / "uneven")) == 0
+    said = capsys.readouterr()
+    assert "Train with asp.\nBeside bsp it trains" in said.out
+    assert "Times are those of the job's [cluster]" in said.out
+    found = advised(tmp_path / "uneven")
+    assert found["advised"] == "asp" and [row["label"] for row in found["ranking"]] == ["asp", "bsp"]
+    asked, given = (jobs.load(path) for path in (tmp_path / "uneven" / "advised.toml", job))
+    assert asked.paradigm.name == "asp" and asked.stop == given.stop and asked.workload == given.workload
+    assert asked.optimizer.lr == pytest.approx(found["lr_factors"]["asp"] * given.optimizer.lr)
+    assert main(job, Asked(paradigms=two, out=tmp_path / "even")) == 0  # control: nobody waits long
+    assert advised(tmp_path / "even")["advised"] == "bsp"
+
+
+def test_the_same_command_simulates_nothing_again_and_says_the_same(job, tmp_path, capsys):
+    asked = Asked(paradigms=("bsp", "asp", "{name = 'k-sync', k = 2}"), out=tmp_path / "out", as_json=True)
+    main(job, asked)
+    first, n = json.loads(capsys.readouterr().out), Inline.n
+    assert n == first["simulated"] > 0
+    main(job, asked)
+    second = json.loads(capsys.readouterr().out)
+    assert Inline.n == n and second["simulated"] == 0
+    for key in ("advised", "ranking", "lr_factors", "lines"):
+        assert first[key] == second[key]
+    with pytest.raises(JobError, match="holds a run of another job; give another folder"):
+        main(job, asked._replace(overrides=["workload.batch_size=5"]))
+
+
+def test_times_of_a_run_replace_those_of_the_job(job, tmp_path, capsys):
+    from rich.console import Console
+
+    from hpcsync.simulator.simulate import simulate
+
+    measured = jobs.load(job, [STRAGGLER, "stop={updates = 60}", "paradigm.name='asp'", "stop.updates=900"])
+    assert simulate(measured, tmp_path / "run", Console(quiet=True)) == 0
+    out = tmp_path / "out"
+    assert main(job, Asked(measured=tmp_path / "run", paradigms=("bsp", "asp"), out=out)) == 0
+    assert advised(out)["advised"] == "asp" and advised(out)["times"].endswith(layout.TRACE)
+    files = sorted(path.name for path in out.glob("times-*.csv"))
+    assert files == ["times-1005.csv", "times-1006.csv", "times-5.csv", "times-6.csv", "times-7.csv"]
+
+
+def test_every_candidate_has_the_same_rates_and_more_while_the_best_is_at_an_end(job, tmp_path):
+    out = tmp_path / "out"
+    main(job, Asked(paradigms=("bsp", "asp"), out=out))
+    factors = {
+        label: sorted(float(path.name.rpartition("x")[2]) for path in (out / "trial-1").glob(f"{label}-lr-x*"))
+        for label in ("bsp", "asp")
+    }
+    for label, tried in factors.items():
+        assert set(advise.RATES) <= set(tried) and len(tried) <= len(advise.RATES) + advise.FURTHER, label
+    chosen = advised(out)["lr_factors"]
+    assert all(len(factors[label]) == 5 or min(f) < chosen[label] < max(f) for label, f in factors.items())
+
+
+def test_a_budget_ends_it_with_what_is_known(job, tmp_path, capsys, monkeypatch):
+    asked = Asked(paradigms=("bsp", "asp"), out=tmp_path / "out", budget_s=1e-9)
+    monkeypatch.setattr(
+        advise, "as_completed", lambda futures, left_s: _late() if futures and left_s is not None else futures
+    )
+    assert main(job, asked) == 1
+    assert "the budget was spent before the first trial ended" in capsys.readouterr().err
+    main(job, asked._replace(budget_s=None))
+    for folder in (tmp_path / "out" / "trial-3").glob("*/*/summary.json"):
+        folder.unlink()
+    capsys.readouterr()
+    assert main(job, asked) == 0
+    assert "The budget was spent: this is the trial with 33 % of the time" in capsys.readouterr().out
+
+
+def _late():
+    raise TimeoutError
+    yield
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("cluster={workers = 1}", "cluster.workers = 1: must be at least 2"),
+        ("stop={samples = 9}", "stop: must have target_accuracy or target_loss"),
+        ("stop={target_loss = 0.3}", "stop: must have samples, updates or seconds"),
+        ("evaluation.every_samples=0", "evaluation.every_samples = 0: must be"),
+    ],
+)
+def test_what_cannot_be_advised_on_is_refused_in_one_line(job, tmp_path, override, message):
+    with pytest.raises(JobError, match=message) as refused:
+        main(job, Asked(overrides=[override], out=tmp_path / "out"))
+    assert "\n" not in str(refused.value) and not (tmp_path / "out").exists()
+
+
+def test_candidates_that_do_not_suit_the_job_are_named_with_the_reason(job, tmp_path, capsys):
+    three = ("bsp", "asp", "{name = 'k-sync', k = 4}")
+    assert main(job, Asked(paradigms=three, out=tmp_path / "out")) == 0
+    assert "Not tried: k-sync k=4 (paradigm.k = 4: must be" in capsys.readouterr().out
+    with pytest.raises(JobError, match="fewer than two candidates suit the job"):
+        main(job, Asked(paradigms=("bsp", "nothing"), out=tmp_path / "out"))

@@ -1,0 +1,64 @@
+"""What is advised: the simplest of those that cannot be told from the fastest, and one sentence why."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from hpcsync.report.advice import conclude, why
+from hpcsync.report.variants import compare
+
+ORDER = ["allreduce", "bsp", "asp", "gossip"]
+
+
+def runs(*times_s, samples_per_s=100.0):
+    """Summaries by seed, of runs that reach the target at these times; None: not at all."""
+    numbers = dict.fromkeys(("wait_share", "staleness_mean", "wire_bytes", "final_accuracy", "final_loss"), 1.0)
+    return {
+        seed: SimpleNamespace(time_to_target_s=time_s, samples_per_s=samples_per_s, target="loss 0.3", **numbers)
+        for seed, time_s in enumerate(times_s)
+    }
+
+
+def test_the_simplest_of_those_that_cannot_be_told_apart_is_advised():
+    variants = {
+        "gossip": runs(10.0, 11.0, 12.0),
+        "asp": runs(10.5, 10.9, 12.8),  # behind by 0.4 ± 1.1
+        "bsp": runs(20.0, 21.0, 22.0),
+    }
+    advice = conclude(compare(variants), ORDER)
+    assert (advice.advised, advice.alike) == ("asp", ("asp", "gossip"))
+    assert [row.label for row in advice.ranking] == ["gossip", "asp", "bsp"]
+
+
+def test_a_sure_difference_is_one():
+    variants = {"gossip": runs(10.0, 11.0, 12.0), "asp": runs(10.5, 11.5, 12.5)}
+    assert conclude(compare(variants), ORDER).alike == ("gossip",)
+
+
+def test_who_is_behind_with_every_seed_is_told_apart_however_wide_the_interval():
+    variants = {"gossip": runs(1.0, 1.0, 1.0), "bsp": runs(1.5, 9.0, 2.0)}  # behind by 3.2 ± 10
+    assert conclude(compare(variants), ORDER).advised == "gossip"
+
+
+def test_without_intervals_nothing_can_be_told_apart():
+    assert conclude(compare({"gossip": runs(10.0), "bsp": runs(30.0)}), ORDER).advised == "bsp"
+
+
+def test_who_misses_the_target_once_is_not_advised_and_without_any_nobody_is():
+    advice = conclude(compare({"bsp": runs(1.0, 1.0, None), "asp": runs(9.0, 9.1, 9.2)}), ORDER)
+    assert (advice.advised, advice.ranking[-1].label) == ("asp", "bsp")
+    assert conclude(compare({"bsp": runs(None, None, None)}), ORDER).advised is None
+
+
+def test_why_is_speed_and_need():
+    fast, slow = runs(10.0, 20.0, samples_per_s=300.0), runs(20.0, 40.0, samples_per_s=100.0)
+    expected = "Beside bsp it trains 3.00 times as many samples a second and needs 1.50 times as many."
+    assert why(fast, slow, "bsp") == expected
+    assert "did not reach the target" in why(fast, runs(None, None), "bsp")
+
+
+@pytest.mark.parametrize("speed", [1.0, 2.0])
+def test_speed_over_need_is_the_ratio_of_the_times(speed):
+    words = why(runs(5.0, samples_per_s=speed), runs(10.0, samples_per_s=1.0), "bsp").split()
+    numbers = [float(word) for word in words if word[0].isdigit()]
+    assert numbers[0] / numbers[1] == pytest.approx(2.0)

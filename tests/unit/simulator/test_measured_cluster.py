@@ -1,0 +1,117 @@
+"""A cluster as a run has measured it: times of its workers in blocks, rates of its links."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from hpcsync.config.errors import JobError
+from hpcsync.config.job import Job
+from hpcsync.config.time_table import read_times
+from hpcsync.simulator.measured_cluster import (
+    BLOCK,
+    bandwidth_gbit,
+    computation_s,
+    network,
+    resampled,
+    write_table,
+)
+from hpcsync.simulator.measured_time import updates_s
+from hpcsync.simulator.simulate import simulate
+from hpcsync.trace.reader import load
+
+SECONDS = [0.1, 0.1, 0.3]
+
+
+def job(paradigm="bsp", **cluster):
+    servers = 0 if paradigm == "allreduce" else 1
+    return Job.from_table(
+        {
+            "name": "measured",
+            "seed": 3,
+            "workload": {"name": "timing", "parameters": 100_000, "batch_size": 8},
+            "optimizer": {"name": "sgd", "lr": 0.1},
+            "stop": {"updates": 300 if paradigm == "asp" else 100},
+            "evaluation": {"every_samples": 0},
+            "paradigm": {"name": paradigm},
+            "cluster": {
+                "workers": 3,
+                "servers": servers,
+                "compute": {"model": "lognormal", "seconds": SECONDS, "jitter": 0.1},
+                **cluster,
+            },
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def simulated(tmp_path_factory):
+    def trace(of):
+        folder = tmp_path_factory.mktemp("run") / "out"
+        assert simulate(of, folder, Console(quiet=True)) == 0
+        return load(folder)
+
+    return trace
+
+
+@pytest.mark.parametrize("paradigm", ["bsp", "asp", "allreduce"])
+def test_times_are_those_of_the_workers_whatever_they_waited_for(simulated, paradigm):
+    each = computation_s(simulated(job(paradigm)), job())
+    assert [np.median(seconds) for seconds in each] == pytest.approx(SECONDS, rel=0.06)
+    assert [np.log(seconds).std() for seconds in each] == pytest.approx([0.1] * 3, rel=0.4)
+
+
+def test_other_workers_other_batches_and_too_short_a_run_are_refused(simulated):
+    trace, one = simulated(job()), job()
+    table = one.model_dump(exclude_none=True)
+    other = partial(Job.from_table)
+    for changed, message in (
+        ({"cluster": {"workers": 4}}, "must be of a run with cluster.workers = 4, it has 3"),
+        ({"workload": {**table["workload"], "batch_size": 9}}, "with workload.batch_size = 9, it has 8"),
+    ):
+        with pytest.raises(JobError, match=message):
+            computation_s(trace, other({**table, **changed}))
+    short = simulated(Job.from_table({**table, "stop": {"updates": 10}}))
+    with pytest.raises(JobError, match="must have 30 iterations of every worker; 0 has 9"):
+        computation_s(short, one)
+
+
+def test_blocks_are_of_the_same_iterations_for_all_workers(tmp_path):
+    each = [np.arange(100.0), 1000 + np.arange(107.0)]
+    first, second = resampled(each, 1)
+    assert len(first) == 100 and (second - first == 1000).all()
+    steps = np.diff(first)
+    assert (steps == 1).sum() >= 100 - 100 // BLOCK - 1
+    assert not np.array_equal(first, resampled(each, 2)[0])
+    assert np.array_equal(first, resampled(each, 1)[0])
+    write_table([first, second], tmp_path / "times.csv")
+    assert read_times(tmp_path / "times.csv", 2) == [first.tolist(), second.tolist()]
+
+
+def test_rates_are_bytes_over_the_time_of_communication(simulated):
+    assert bandwidth_gbit(simulated(job())) is None and network(simulated(job())) == {}
+    links = {"bandwidth_gbit": [0.5, 1.0, 2.0], "server_bandwidth_gbit": 8.0, "latency_us": 0.0}
+    trace = simulated(job("asp", network=links))
+    assert bandwidth_gbit(trace) == pytest.approx([0.5, 1.0, 2.0], rel=0.05)
+    assert network(trace)["server_bandwidth_gbit"] == pytest.approx(3.5, rel=0.05)
+
+
+@pytest.mark.parametrize("target", ["bsp", "asp", "allreduce"])
+def test_another_paradigm_takes_the_time_that_it_really_would(simulated, tmp_path, target):
+    """Measured under BSP, the times of another paradigm are within a few percent of those on the true cluster."""
+    links = {"bandwidth_gbit": 1.0, "latency_us": 0.0}
+    trace = simulated(job("bsp", network=links))
+    write_table(resampled(computation_s(trace, job()), 1), tmp_path / "times.csv")
+    table = job(target, network=links).model_dump(exclude_none=True)
+    table["cluster"]["compute"] = {"model": "table", "table": str(tmp_path / "times.csv")}
+    table["cluster"]["network"] = network(trace)
+    found = updates_s(Job.from_table(table), 200)
+    assert found == pytest.approx(updates_s(job(target, network=links), 200), rel=0.05)
+    slow = {
+        **table["cluster"]["compute"],
+        "table": str(tmp_path / "slow.csv"),
+    }  # control: times that are half as long again
+    write_table([1.5 * each for each in resampled(computation_s(trace, job()), 1)], tmp_path / "slow.csv")
+    table["cluster"]["compute"] = slow
+    assert updates_s(Job.from_table(table), 200) > 1.3 * found
