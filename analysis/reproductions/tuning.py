@@ -15,6 +15,7 @@ from hpcsync.config.job import Job
 from reproductions.simulating import simulate_all
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)  # the budget of every method, with each of the seeds
+FURTHER = 2  # more factors for a method while its best one is the least or largest that was tried
 SEEDS = (1, 2, 3)  # none of them is reported
 NEVER = 2.0  # times its length: what a run that does not arrive counts as when a rate is chosen
 
@@ -53,14 +54,21 @@ def tuned(
         As for `simulate_all`.
     """
     assert not set(seeds) & set(SEEDS), "a seed is tuned and reported"
-    tried = {
-        f"{setting}/tuning-{factor:g}/{_stem(method)}/{seed}": make(method, factor, seed)
-        for method in methods
-        for factor in FACTORS
-        for seed in SEEDS
-    }
-    simulate_all(tried, out / "runs", processes, console)
-    rates = best(pd.DataFrame([measure(out / "runs" / name) for name in tried]), columns)
+    tried = {method: list(FACTORS) for method in methods}
+    while True:
+        runs = {
+            f"{setting}/tuning-{factor:g}/{_stem(method)}/{seed}": make(method, factor, seed)
+            for method, factors in tried.items()
+            for factor in factors
+            for seed in SEEDS
+        }
+        simulate_all(runs, out / "runs", processes, console)
+        rates = best(pd.DataFrame([measure(out / "runs" / name) for name in runs]), columns)
+        open_ended = rates[rates["at_an_end"] & rates["paradigm"].map(lambda m: len(tried[m]) < len(FACTORS) + FURTHER)]
+        if open_ended.empty:
+            break
+        for method, factor in zip(open_ended["paradigm"], open_ended["factor"], strict=True):
+            tried[method].append(2 * factor if factor == max(tried[method]) else factor / 2)
     rates.to_csv(out / "tuned-rates.csv", index=False)
     factors = dict(zip(rates["paradigm"], rates["factor"], strict=True))
     chosen = {
@@ -73,7 +81,7 @@ def tuned(
 
 
 def best(results: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
-    """Return each method's best factor, and whether it is the least or largest that was tried: a better one may exist.
+    """Return each method's best factor, and whether it is the least or largest of its own: a better one may exist.
 
     Parameters
     ----------
@@ -88,13 +96,13 @@ def best(results: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
     )
     means = scores.groupby(["paradigm", "factor"])["score"].mean().reset_index()
     rows = means.loc[means.groupby("paradigm")["score"].idxmin()]
-    ends = min(FACTORS), max(FACTORS)
+    own = means.groupby("paradigm")["factor"].agg(["min", "max"]).loc[rows["paradigm"]].to_numpy()
     return pd.DataFrame(
         {
             "paradigm": rows["paradigm"],
             "factor": rows["factor"],
             "seconds": rows["score"].map(math.exp),
-            "at_an_end": rows["factor"].isin(ends),
+            "at_an_end": (rows["factor"].to_numpy()[:, None] == own).any(axis=1),
         }
     ).reset_index(drop=True)
 

@@ -56,7 +56,25 @@ def test_chosen_rates_are_run_on_other_seeds(tmp_path, monkeypatch):
     found = tuning.tuned(*few, (4, 5), tmp_path, 1, Console(quiet=True))
     assert set(found["arm"]) == {"tuned"} and sorted(found["seed"]) == [4, 4, 5, 5]
     assert found.set_index("paradigm")["factor"].to_dict() == BEST
-    assert len(jobs) == len(BEST) * (len(tuning.FACTORS) * len(tuning.SEEDS) + 2)
+    further = len(tuning.SEEDS)  # the quick one's best factor is at an end: 8 is tried, and is worse
+    assert len(jobs) == len(BEST) * (len(tuning.FACTORS) * len(tuning.SEEDS) + 2) + further
     assert pd.read_csv(tmp_path / "tuned-rates.csv")["factor"].tolist() == [4.0, 0.5]
     with pytest.raises(AssertionError, match="tuned and reported"):
         tuning.tuned(*few, (3, 4), tmp_path, 1, Console(quiet=True))
+
+
+def test_no_more_factors_than_allowed_are_tried(tmp_path, monkeypatch):
+    monkeypatch.setitem(BEST, "quick", 1e6)
+    jobs = {}
+    monkeypatch.setattr(tuning, "simulate_all", lambda todo, *_: jobs.update(todo))
+
+    def measure(folder):
+        arm, method, seed = folder.parts[-3:]
+        factor = float(arm.removeprefix("tuning-")) if arm != "tuned" else 1.0
+        return tried(method.replace("_", " "), factor, int(seed)) | {"arm": arm}
+
+    few = ("here", list(BEST), lambda *_: None, measure, ["target_s"])
+    tuning.tuned(*few, (4, 5), tmp_path, 1, Console(quiet=True))
+    factors = {name.split("/")[1] for name in jobs if "/quick/" in name} - {"tuned"}
+    assert factors == {f"tuning-{factor:g}" for factor in (*tuning.FACTORS, 8.0, 16.0)}
+    assert pd.read_csv(tmp_path / "tuned-rates.csv").set_index("paradigm").loc["quick", "at_an_end"]
