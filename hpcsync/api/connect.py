@@ -606,6 +606,8 @@ def _refuse_targets(job: Job) -> None:
     for key in ("target_accuracy", "target_loss"):
         if (target := getattr(job.stop, key)) is not None:
             raise JobError(f"stop.{key} = {target}: needs evaluate, which measures it")
+    if job.paradigm.uses_evaluations:
+        raise JobError('paradigm.loss = "evaluation": needs evaluate, which measures the loss')
 
 
 def _refuse_holders(job: Job, optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -110,6 +110,7 @@ def check_stages(recount: Recount, paradigm: AshlOptions) -> list[Check]:
         return [Check("stages are in order", False, 0, f"/decisions lacks {', '.join(sorted(lacking))}")]
     stages = Stages(recount, paradigm)
     checks = [
+        *([evaluated_losses_are_recorded(recount)] if paradigm.uses_evaluations else []),
         stages_begin_when_they_must(stages),
         plans_follow_from_measurements(stages),
         workers_do_what_is_planned(stages),
@@ -119,6 +120,23 @@ def check_stages(recount: Recount, paradigm: AshlOptions) -> list[Check]:
     return checks if isinstance(recount.job.workload, Script) else [*checks, samples_are_allocated_once(stages)]
 
 
+def evaluated_losses_are_recorded(recount: Recount) -> Check:
+    """Check that each loss the paradigm was given is that of an evaluation, in their order and not before it."""
+    rows, evaluations, at, wrong = recount.evaluated, recount.evaluations, 0, np.zeros(len(recount.evaluated), bool)
+    latest = recount.version_at(rows["seq"])
+    for i, row in enumerate(rows):
+        same = (evaluations["loss"] == row["chosen"]) | (np.isnan(evaluations["loss"]) & np.isnan(row["chosen"]))
+        found = same & (evaluations["now_s"] <= row["now_s"]) & (evaluations["version"] <= latest[i])
+        indices = np.flatnonzero(found[at:])
+        wrong[i] = not len(indices)
+        at += 0 if wrong[i] else int(indices[0]) + 1
+    return check_rows(
+        "losses that decide are those of evaluations",
+        wrong,
+        lambda i: f"seq {rows['seq'][i]}: loss {rows['chosen'][i]} is not that of the next evaluation before it",
+    )
+
+
 # ---- stages ----------------------------------------------------------------------------------------------------------
 
 
@@ -126,7 +144,7 @@ def stages_begin_when_they_must(stages: Stages) -> Check:
     """Check when the stages begin.
 
     The coarse stage begins at the event after which all active workers have been profiled, the fine one at the commit
-    that makes the loss low enough. A stage is never left for an earlier one.
+    or evaluation that makes the loss low enough. A stage is never left for an earlier one.
     """
     recount, rows = stages.recount, stages.rows
     needed = stages.paradigm.warmup + stages.paradigm.profiled
@@ -134,7 +152,8 @@ def stages_begin_when_they_must(stages: Stages) -> Check:
     loss, switch = _losses(stages)
     due = [int(recount.events["seq"][profiled[0]]) if len(profiled) else NEVER, switch]
     begins = np.array([seq for seq in stages.begins if seq != NEVER], np.int64)
-    begun = np.append(recount.events["seq"], -1)[recount.event_at(begins)]
+    all_seqs = _event_seqs(recount)
+    begun = np.append(all_seqs, -1)[np.searchsorted(all_seqs, begins) - 1]
     # No stage begins once the run is over. In a killed run the last answer may be incomplete.
     last = int(stages.applied["seq"].max(initial=0))
     last_event = int(recount.events["seq"].max(initial=0))
@@ -162,8 +181,15 @@ def stages_begin_when_they_must(stages: Stages) -> Check:
 
 
 def _losses(stages: Stages) -> tuple[float, int]:
-    """Return the average loss of the coarse stage's commits when the fine stage is due, and the seq of that push."""
+    """Return the loss at which the fine stage is due, and the seq of the push or evaluation that makes it due."""
     paradigm, loss, n_commits, checked = stages.paradigm, np.nan, 0, []
+    if paradigm.uses_evaluations:
+        for row in stages.recount.evaluated:
+            if row["seq"] > stages.begins[0] and np.isfinite(row["chosen"]):
+                checked.append(float(row["chosen"]))
+                if _is_low(paradigm, checked[-1], checked):
+                    return checked[-1], int(row["seq"])
+        return np.nan, NEVER
     pushes = stages.applied[stages.applied["seq"] > stages.begins[0]]
     for push, n_active in zip(pushes, stages.n_active(pushes["seq"]), strict=True):
         if np.isfinite(push["loss"]):
@@ -172,14 +198,23 @@ def _losses(stages: Stages) -> tuple[float, int]:
         if n_commits >= n_active and not np.isnan(loss):
             n_commits = 0
             checked.append(loss)
-        if paradigm.loss_preset is not None:
-            is_low = loss <= paradigm.loss_preset
-        else:
-            before = checked[-1 - CHECKS] if len(checked) > CHECKS else np.nan
-            is_low = before - checked[-1] <= paradigm.plateau * abs(before) if checked else False
-        if is_low:
+        if _is_low(paradigm, loss, checked):
             return float(loss), int(push["seq"])
     return np.nan, NEVER
+
+
+def _is_low(paradigm: AshlOptions, loss: float, checked: list[float]) -> bool:
+    if paradigm.loss_preset is not None:
+        return bool(loss <= paradigm.loss_preset)
+    if len(checked) <= CHECKS:
+        return False
+    before = checked[-1 - CHECKS]
+    return bool(before - checked[-1] <= paradigm.plateau * abs(before))
+
+
+def _event_seqs(recount: Recount) -> np.ndarray:
+    """Return `seq` of all events of the paradigm, ascending."""
+    return np.sort(np.concatenate([recount.events["seq"], recount.own_events["seq"]]))
 
 
 # ---- plans -----------------------------------------------------------------------------------------------------------
@@ -203,10 +238,12 @@ def plans_follow_from_measurements(stages: Stages) -> Check:
 def _plans(stages: Stages) -> Iterator[np.ndarray]:
     """Yield the rows of /decisions of each event."""
     recount, rows = stages.recount, stages.recount.decisions
-    event = recount.event_at(rows["seq"])
+    seqs = _event_seqs(recount)
+    rows = rows[~np.isin(rows["seq"], recount.own_events["seq"])]
+    event = np.searchsorted(seqs, rows["seq"]) - 1
     edges = [0, *(np.flatnonzero(np.diff(event)) + 1).tolist(), len(rows)] if len(rows) else []
     for begin, end in pairwise(edges):
-        if not recount.finished and event[begin] == len(recount.events) - 1:
+        if not recount.finished and event[begin] == len(seqs) - 1:
             return  # the trace may end within these rows
         yield rows[begin:end]
 

@@ -301,9 +301,9 @@ def release_is_recounted(recount: Recount) -> Check:
 
     A stop grant may also name the end of the run, which is no row. Grants of format version 7 name nothing.
     """
-    grants, events, elapsed = recount.grants, recount.events, recount.elapsed
-    seq = np.concatenate([events["seq"], elapsed["seq"]])
-    own = np.concatenate([np.where(recount.leaves, -1, events["worker"]), np.full(len(elapsed), -1)])
+    grants, events, own_events = recount.grants, recount.events, recount.own_events
+    seq = np.concatenate([events["seq"], own_events["seq"]])
+    own = np.concatenate([np.where(recount.leaves, -1, events["worker"]), np.full(len(own_events), -1)])
     order = np.argsort(seq)
     last = np.searchsorted(seq[order], grants["seq"]) - 1
     at_once = np.append(own[order], -1)[last] == grants["worker"]

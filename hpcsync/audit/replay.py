@@ -25,6 +25,7 @@ from hpcsync.paradigms import (
     Decision,
     Drop,
     Elapsed,
+    Evaluated,
     Event,
     Grant,
     Joined,
@@ -34,7 +35,7 @@ from hpcsync.paradigms import (
 )
 from hpcsync.paradigms.worker_counts import WorkerCounts
 from hpcsync.planning.batch_allocation import Allocated, Estimate
-from hpcsync.trace.schema import ELAPSED, Change, Outcome
+from hpcsync.trace.schema import EVALUATED, EVENTS, Change, Outcome
 
 Row = dict[str, Any]
 KINDS = ("grants", "decisions", "updates")
@@ -90,9 +91,9 @@ class _Replay:
         self._last_applied = int(applied.max(initial=0))
         self._updates = [int(n) for n in recount.updates["n_contributions"]]
         decisions = _rows(recount.decisions)
-        elapsed = [row for row in decisions if _is_elapsed(row)]
-        chosen = [row for row in decisions if not _is_elapsed(row)]
-        self._events = sorted([*_rows(recount.pushes), *_rows(recount.membership), *elapsed], key=_seq)
+        own = [row for row in decisions if _is_own(row)]
+        chosen = [row for row in decisions if not _is_own(row)]
+        self._events = sorted([*_rows(recount.pushes), *_rows(recount.membership), *own], key=_seq)
         self._answers = _split(
             sorted([*_rows(recount.grants), *chosen], key=_seq), [row["seq"] for row in self._events]
         )
@@ -121,7 +122,12 @@ class _Replay:
 
     def _count(self, event: Row) -> None:
         worker = event["worker"]
-        if _is_elapsed(event):
+        if _is_evaluated(event):
+            if self._stopping or not self._progress.active:
+                raise _Differs("decisions", f"seq {event['seq']}: evaluated after the end of the run")
+            self.n_same["decisions"] += 1
+            return
+        if _is_own(event):
             due = self._paradigm.due
             if self._stopping or due is None or (due.now_s, due.worker) != (event["chosen"], worker):
                 raise _Differs("decisions", f"seq {event['seq']}: at {event['chosen']} s is due: {due}")
@@ -142,7 +148,7 @@ class _Replay:
 
     def _was_stopped_silently(self, event: Row, answer: list[Row], cut: bool) -> bool:
         """Return True if the run was stopped from outside while no worker was blocked that could get a stop grant."""
-        if _is_elapsed(event):
+        if _is_own(event):
             return False
         alone = "change" not in event and self._blocked.keys() == {event["worker"]}
         stops = _is_stop(answer[0]) if answer else cut
@@ -200,7 +206,7 @@ class _Replay:
         ]
 
     def _allocated(self, event: Row) -> list[Allocated]:
-        if self._allocator is None or _is_elapsed(event):
+        if self._allocator is None or _is_own(event):
             return []
         if "change" in event:
             return (self._allocator.joined if _joins(event) else self._allocator.left)(event["worker"])
@@ -309,13 +315,20 @@ def _seq(row: Row) -> int:
 def _happened(event: Row) -> Event:
     if "change" in event:
         return (Joined if _joins(event) else Left)(event["now_s"], event["worker"])
-    if _is_elapsed(event):
+    if _is_evaluated(event):
+        return Evaluated(event["now_s"], event["worker"], event["chosen"])
+    if _is_own(event):
         return Elapsed(event["now_s"], event["worker"])
     return PushInfo(*(event[name] for name in PushInfo._fields))
 
 
-def _is_elapsed(row: Row) -> bool:
-    return row.get("controller") == ELAPSED
+def _is_own(row: Row) -> bool:
+    """Return whether a row of /decisions is an event: a time that elapsed, or an evaluation."""
+    return row.get("controller") in EVENTS
+
+
+def _is_evaluated(row: Row) -> bool:
+    return row.get("controller") == EVALUATED
 
 
 def _joins(event: Row) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 
 from hpcsync.trace.iteration_counts import NEVER, follow, running_count
 from hpcsync.trace.reader import Trace
-from hpcsync.trace.schema import ELAPSED, Change, Outcome
+from hpcsync.trace.schema import ELAPSED, EVALUATED, EVENTS, Change, Outcome
 
 
 class Recount:
@@ -67,9 +67,14 @@ class Recount:
         return events[np.argsort(events["seq"], kind="stable")]
 
     @cached_property
-    def elapsed(self) -> np.ndarray:
-        """Rows of /decisions for times that a paradigm set, shape (n_elapsed,)."""
-        return self.decisions[self.decisions["controller"] == ELAPSED.encode()]
+    def own_events(self) -> np.ndarray:
+        """Rows of /decisions that are events: times that a paradigm set, and evaluations that it uses."""
+        return self.decisions[np.isin(self.decisions["controller"], [name.encode() for name in EVENTS])]
+
+    @cached_property
+    def evaluated(self) -> np.ndarray:
+        """Rows of /decisions for evaluations that the paradigm uses."""
+        return self.decisions[self.decisions["controller"] == EVALUATED.encode()]
 
     def event_at(self, seq: np.ndarray) -> np.ndarray:
         """Return the last event before each seq, as an index into `events`; -1 if there is none."""
@@ -333,7 +338,7 @@ class Recount:
         The row is an event, or a time that elapsed (a row of /decisions).
         """
         made = np.append(self.events["seq"], NEVER)[np.minimum(self.update_event, len(self.events))]
-        rows = self.elapsed
+        rows = self.decisions[self.decisions["controller"] == ELAPSED.encode()]
         update = np.searchsorted(self.complete_seq, rows["seq"]) - 1  # the latest whose contributions are all there
         rows, update = rows[update >= 0], update[update >= 0]
         there = self.updates["now_s"][update] == rows["now_s"]

@@ -312,6 +312,12 @@ class Job(Table):
             )
         return self
 
+    @model_validator(mode="after")
+    def _evaluations_are_made(self) -> Self:
+        if self.paradigm.uses_evaluations and self.evaluation.every_samples == 0:
+            raise JobError('evaluation.every_samples = 0: must be at least 1 with paradigm.loss = "evaluation"')
+        return self
+
     @classmethod
     def from_table(cls, table: dict[str, Any]) -> Self:
         """Return the job that a table describes. Raises JobError for the first error in it."""

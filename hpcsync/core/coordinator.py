@@ -27,6 +27,7 @@ from hpcsync.paradigms import (
     Decision,
     Drop,
     Elapsed,
+    Evaluated,
     Event,
     Grant,
     Joined,
@@ -38,7 +39,7 @@ from hpcsync.paradigms.records import UNUSED, StepInfo
 from hpcsync.paradigms.worker_counts import WorkerCounts
 from hpcsync.planning.batch_allocation import Allocated, Estimate
 from hpcsync.state import Stateful
-from hpcsync.trace.schema import ELAPSED, Change, Outcome, Release
+from hpcsync.trace.schema import ELAPSED, EVALUATED, Change, Outcome, Release
 from hpcsync.training.lr_schedule import LearningRate, learning_rate
 
 
@@ -247,9 +248,17 @@ class Coordinator(Stateful):
         return self._decide(Joined(now_s, worker), seq)
 
     def evaluated(
-        self, now_s: float, version: int, samples: int, loss: float, accuracy: float, distance: float = math.nan
+        self,
+        now_s: float,
+        version: int,
+        samples: int,
+        loss: float,
+        accuracy: float,
+        distance: float = math.nan,
+        *,
+        known_s: float = 0.0,
     ) -> list[Command]:
-        """Record an evaluation, and stop the run if it satisfies the stopping rule.
+        """Record an evaluation, stop the run if it satisfies the stopping rule, or pass it to a paradigm that uses it.
 
         Parameters
         ----------
@@ -261,10 +270,20 @@ class Coordinator(Stateful):
             Results on held-out data.
         distance
             Distance of the replicas from their mean; NaN with servers.
+        known_s
+            Time at which the evaluation has ended, if later than the coordinator's latest event.
         """
         self._trace.append("evaluations", (now_s, version, samples, loss, accuracy, distance))
         self.last_accuracy = accuracy
-        return self.stop(max(now_s, self._now_s)) if self._stop.satisfied(loss, accuracy) else []
+        if self._stop.satisfied(loss, accuracy):
+            return self.stop(max(now_s, self._now_s))
+        if self.stopping or not self.active or not self._paradigm.uses_evaluations:
+            return []
+        self._now_s = max(now_s, self._now_s, known_s)
+        event = Evaluated(self._now_s, min(self.active), loss)
+        nans = self._paradigm_nan + self._allocator_nan
+        self._record_decision(event.now_s, EVALUATED, event.worker, loss, nans)
+        return self._decide(event, self._seq)
 
     def passed(self, now_s: float) -> list[Command]:
         """Note that time has passed; end the run once its seconds are up, and tell the paradigm what is due."""

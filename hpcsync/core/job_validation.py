@@ -108,6 +108,8 @@ def check(job: Job) -> Workload:
         for key in ("target_accuracy", "target_loss"):
             if getattr(job.stop, key) is not None:
                 raise JobError(f"stop.{key} = {getattr(job.stop, key)}: {name} must be one that can be evaluated")
+        if job.paradigm.uses_evaluations:
+            raise JobError(f'paradigm.loss = "evaluation": {name} must be one that can be evaluated')
     return workload
 
 

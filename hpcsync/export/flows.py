@@ -12,7 +12,7 @@ import pandas as pd
 
 from hpcsync.export.spans import NS, SERVERS
 from hpcsync.trace.reader import Trace
-from hpcsync.trace.schema import ELAPSED, Change, Outcome, Phase, Release
+from hpcsync.trace.schema import ELAPSED, EVALUATED, EVENTS, Change, Outcome, Phase, Release
 
 GRANTS = ("grant", "end")  # names of the marks of grants: to continue, and to end
 
@@ -65,6 +65,9 @@ def _grants(trace: Trace) -> Iterator[Mark]:
         yield Mark(row["worker"], _ns(row), name, ("event", row["seq"]), {name: row[name] for name in names})
 
 
+_EVENTS = {ELAPSED: "time elapsed", EVALUATED: "evaluated"}
+
+
 def _events(trace: Trace) -> Iterator[Mark]:
     for row in _rows(trace, "membership"):
         yield Mark(row["worker"], _ns(row), Change(row["change"]).name.lower(), ("event", row["seq"]), {})
@@ -73,9 +76,9 @@ def _events(trace: Trace) -> Iterator[Mark]:
         yield Mark(row["worker"], _ns(row), f"stall, {Phase(row['phase']).name.lower()}", ("", 0), about)
     for row in _rows(trace, "decisions"):
         controller = row.pop("controller").decode()
-        of_all = trace.job.has_servers and controller in ("switch", ELAPSED)
+        of_all = trace.job.has_servers and controller in ("switch", *EVENTS)
         about = {name: value for name, value in row.items() if name not in ("seq", "now_s")}
-        name = "time elapsed" if controller == ELAPSED else f"decision, {controller}"
+        name = _EVENTS.get(controller, f"decision, {controller}")
         yield Mark(SERVERS if of_all else row["worker"], _ns(row), name, ("event", row["seq"]), about)
 
 

@@ -428,6 +428,7 @@ CONTROLLERS = {  # what `chosen` is, by controller
     "reward": "candidate tried (commits per period)",
     "switch": "samples at the switch",
     "elapsed": "time set (s)",
+    "evaluated": "loss of an evaluation",
 }
 EVENTS = ("dssp", "reward")  # a choice for once; others hold until the next one
 OF_ALL = ("k", "stage", "commits", "switch", "reward")  # a choice for all workers
@@ -466,5 +467,5 @@ def decisions(label: str, run: RunData, controller: str) -> Figure:
 
 
 def decided(run: RunData) -> dict[str, Decisions]:
-    """Return the decisions worth a figure: without times that a paradigm set for itself."""
-    return {name: each for name, each in run.decisions.items() if name != "elapsed"}
+    """Return the decisions worth a figure: without events, which are no choices."""
+    return {name: each for name, each in run.decisions.items() if name not in ("elapsed", "evaluated")}

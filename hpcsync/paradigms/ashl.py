@@ -25,6 +25,8 @@ Where the paper (Algorithm 3) leaves it open, a letter in this file marks the br
     g  when a worker leaves, the others share its part of the data; their H and R stay
     h  when a worker joins, all get new H, R and D of the present stage from the newest measurements; an unmeasured
        worker makes H_preset steps and sends everything. In the profile it counts as profiled as far as the slowest
+    i  with loss = "evaluation" the loss is that of the servers' model on held-out data, as evaluated latest since the
+       coarse stage began; a plateau is one over CHECKS evaluations, and the fine stage begins when an evaluation ends
 
 References
 ----------
@@ -43,7 +45,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt, Lt
 
 from hpcsync.paradigms.base import Paradigm
-from hpcsync.paradigms.events import Action, Apply, Decision, Grant, PushInfo
+from hpcsync.paradigms.events import Action, Apply, Decision, Evaluated, Grant, PushInfo
 from hpcsync.paradigms.options import Count, Finite, OptionError, ParadigmOptions, Share, Whole, computed
 from hpcsync.paradigms.papers import Reference, journal
 from hpcsync.paradigms.staleness_gate import Gate
@@ -53,9 +55,10 @@ from hpcsync.planning.local_steps import INDEXED, WorkerProfile, local_steps, ra
 
 PROFILE, COARSE, FINE = 0, 1, 2  # stages
 SHARES = ("data", "equal")
+LOSSES = ("commits", "evaluation")
 
 LOSS_BETA = 0.1  # weight of the newest commit in the loss
-CHECKS = 5  # length of a plateau in checks of the loss, one check per n_workers commits
+CHECKS = 5  # length of a plateau in checks of the loss, one check per n_workers commits or per evaluation
 
 _NO_TIMES = (math.nan,) * 4
 
@@ -75,9 +78,12 @@ class ASHL(Paradigm):
         Share of a push's elements that the slowest worker sends in each stage, above 0 and at most 1. Both None: grants
         have no ratio.
     loss_preset
-        The fine stage begins once the average loss is at most this value. None: once it is on a plateau.
+        The fine stage begins once the loss is at most this value. None: once it is on a plateau.
     plateau
         The loss is on a plateau if it has improved by at most this share of itself over the last CHECKS checks.
+    loss
+        Loss that is compared: "commits", the average of the workers' losses; "evaluation", the latest evaluated one of
+        the servers' model.
     share
         Weight of a commit. "data": D, the worker's share of the samples according to its H. "equal": one over the
         number of active workers, as always in the profile.
@@ -101,7 +107,7 @@ class ASHL(Paradigm):
         "push_s": ("s", "Median duration of sending an uncompressed push; 0 where nothing was measured."),
         "pull_s": ("s", "Median duration of reading the weights; 0 where nothing was measured."),
         "encode_s": ("s", "Median duration of compressing a push; 0 where nothing was measured."),
-        "loss": ("1", "Smoothed loss at which the stage began; NaN for other controllers than stage."),
+        "loss": ("1", "Loss at which the stage began; NaN for other controllers than stage."),
     }
     state_types = {
         "stage": int,
@@ -128,6 +134,7 @@ class ASHL(Paradigm):
         ratio_fine: float | None = 0.1,
         loss_preset: float | None = None,
         plateau: float = 0.01,
+        loss: str = "commits",
         share: str = "data",
         warmup: int = 10,
         profiled: int = 20,
@@ -154,12 +161,15 @@ class ASHL(Paradigm):
             raise ValueError(f"loss_preset must be a number or None, got {loss_preset}")
         if not (is_number(plateau) and 0 < plateau < 1):
             raise ValueError(f"plateau must be a number > 0 and < 1, got {plateau}")
+        if loss not in LOSSES:
+            raise ValueError(f"loss must be one of {', '.join(LOSSES)}, got {loss!r}")
         if share not in SHARES:
             raise ValueError(f"share must be one of {', '.join(SHARES)}, got {share!r}")
         self.stage = PROFILE
         self._presets = {COARSE: (steps_coarse, ratio_coarse), FINE: (steps_fine, ratio_fine)}
         self._loss_preset = loss_preset
         self._plateau = plateau
+        self.uses_evaluations = loss == "evaluation"
         self._by_data = share == "data"
         self._warmup = warmup
         self._profiled = profiled
@@ -209,7 +219,7 @@ class ASHL(Paradigm):
         worker = event.worker
         self._measure(event)
         share = 1 / len(self._progress.active) if self.stage == PROFILE else self._shares[worker]  # (c)
-        if self.stage == COARSE:
+        if self.stage == COARSE and not self.uses_evaluations:
             self._observe_loss(event.loss)
         if worker in self._begun:  # (d)
             self._fine.push(worker)
@@ -230,6 +240,14 @@ class ASHL(Paradigm):
         self._fine.join(worker)
         rows = [] if self.stage == PROFILE else self._plan()  # (h)
         return [*rows, *self._answer(worker)]
+
+    def _evaluated(self, event: Evaluated) -> list[Action]:
+        """Compare an evaluated loss of the coarse stage (i)."""
+        if self.stage != COARSE or not math.isfinite(event.loss):
+            return []
+        self._loss = event.loss
+        self._checked.append(event.loss)
+        return [*self._advance(event.worker)]
 
     def _answer(self, worker: int) -> list[Action]:
         """Grant or block the worker that has just pushed or joined."""
@@ -375,9 +393,12 @@ class AshlOptions(ParadigmOptions):
     ratio_fine
         The same in the fine stage.
     loss_preset
-        Average loss of commits at which the fine stage begins.
+        Loss at which the fine stage begins.
     plateau
-        Without `loss_preset`: relative improvement over five rounds of commits below which the fine stage begins.
+        Without `loss_preset`: relative improvement over five rounds of commits, or five evaluations, below which the
+        fine stage begins.
+    loss
+        Loss for the switch: the average of commits, or the latest evaluation of the servers' model.
     share
         Weight of a commit: its share of the data, or 1 / workers.
     warmup
@@ -394,6 +415,7 @@ class AshlOptions(ParadigmOptions):
     ratio_fine: Share = 0.1
     loss_preset: Finite | None = None
     plateau: Annotated[float, Gt(0), Lt(1)] = 0.01
+    loss: Literal["commits", "evaluation"] = "commits"
     share: Literal["data", "equal"] = "data"
     warmup: Whole = 10
     profiled: Annotated[int, Ge(2)] = 20
@@ -417,6 +439,11 @@ class AshlOptions(ParadigmOptions):
             raise OptionError("paradigm.steps_fine", self.steps_fine, must)
 
     @property
+    def uses_evaluations(self) -> bool:
+        """True if the switch follows the evaluated loss."""
+        return self.loss == "evaluation"
+
+    @property
     def bound(self) -> str:
         """Description of the synchronisation, for messages."""
         return f"in the fine stage a worker more than {self.staleness} pushes ahead of the slowest waits for it"
@@ -429,14 +456,16 @@ class AshlOptions(ParadigmOptions):
     def details(self, n_workers: int) -> list[tuple[str, str]]:
         """Return further rows of `hpcsync show`, as names and values."""
         until = f"is {self.loss_preset:g}" if self.loss_preset is not None else ""
-        until = until or f"improves by less than {100 * self.plateau:g} % over five rounds"
+        over = "evaluations" if self.uses_evaluations else "rounds"
+        until = until or f"improves by less than {100 * self.plateau:g} % over five {over}"
+        loss = "evaluated loss" if self.uses_evaluations else "average loss"
         ahead = f"no worker starts more than {self.staleness} pushes ahead of the slowest"
         return [
             (
                 "initial pushes",
                 f"{self.warmup + self.profiled} pushes of one local step, the last {self.profiled} timed",
             ),
-            ("coarse stage", f"{_steps(self.steps_coarse)}; no worker waits; until the average loss {until}"),
+            ("coarse stage", f"{_steps(self.steps_coarse)}; no worker waits; until the {loss} {until}"),
             ("fine stage", f"{_steps(self.steps_fine)}; {ahead}"),
         ]
 

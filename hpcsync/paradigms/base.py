@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import ClassVar
 
-from hpcsync.paradigms.events import Action, Elapsed, Event, Grant, Joined, Left, PushInfo
+from hpcsync.paradigms.events import Action, Elapsed, Evaluated, Event, Grant, Joined, Left, PushInfo
 from hpcsync.paradigms.worker_counts import WorkerCounts
 from hpcsync.state import Stateful
 
@@ -35,6 +35,8 @@ class Paradigm(Stateful, ABC):
         True if every contribution of an update is computed from the version just before that update.
     momentum
         Momentum of the servers' optimizer from the next update on; NaN: as before.
+    uses_evaluations
+        True if the paradigm is to receive `Evaluated`.
     decision_fields
         Inputs recorded with the `Decision` actions of the paradigm, in order: (unit, description) by name.
     """
@@ -42,6 +44,7 @@ class Paradigm(Stateful, ABC):
     name: ClassVar[str]
     synchronous: bool = False
     momentum: float = math.nan
+    uses_evaluations: bool = False
     decision_fields: Mapping[str, tuple[str, str]] = {}
     state_types = {"_now_s": float, "_progress": WorkerCounts, "_blocked_since_s": dict[int, float]}
 
@@ -70,8 +73,8 @@ class Paradigm(Stateful, ABC):
         ------
         ValueError
             If the event is impossible: unknown worker, worker that has left (or joins without having left), push of a
-            blocked worker, time not finite or earlier than the previous event, time elapsed that was not set. The state
-            is then unchanged.
+            blocked worker, time not finite or earlier than the previous event, time elapsed that was not set,
+            evaluation that the paradigm does not use. The state is then unchanged.
         """
         self._refuse_illegal(event)
         worker = event.worker
@@ -84,6 +87,8 @@ class Paradigm(Stateful, ABC):
             return self._joined(worker)
         if isinstance(event, Elapsed):
             return self._elapsed(worker)
+        if isinstance(event, Evaluated):
+            return self._evaluated(event)
         self._progress.leave(worker)
         self._blocked_since_s.pop(worker, None)
         return self._left(worker)
@@ -126,6 +131,10 @@ class Paradigm(Stateful, ABC):
         """Answer that the time which was due has come."""
         raise NotImplementedError
 
+    def _evaluated(self, event: Evaluated) -> list[Action]:
+        """Answer an evaluation of the servers' model."""
+        raise NotImplementedError
+
     def _block(self, worker: int) -> None:
         """Block the worker, which has just pushed or joined."""
         self._blocked_since_s[worker] = self._now_s
@@ -141,8 +150,8 @@ class Paradigm(Stateful, ABC):
         )
 
     def _refuse_illegal(self, event: Event) -> None:
-        if not isinstance(event, (PushInfo, Left, Joined, Elapsed)):
-            raise ValueError(f"event must be PushInfo, Left, Joined or Elapsed, got {event!r}")
+        if not isinstance(event, (PushInfo, Left, Joined, Elapsed, Evaluated)):
+            raise ValueError(f"event must be PushInfo, Left, Joined, Elapsed or Evaluated, got {event!r}")
         worker = event.worker
         if not 0 <= worker < self.n_workers:
             raise ValueError(f"{event}: worker must be from 0 to {self.n_workers - 1}")
@@ -150,6 +159,8 @@ class Paradigm(Stateful, ABC):
             due = self.due
             if due is None or due.worker != worker or not due.now_s <= event.now_s:
                 raise ValueError(f"{event}: must be {due}, or later" if due else f"{event}: nothing is due")
+        elif isinstance(event, Evaluated) and not self.uses_evaluations:
+            raise ValueError(f"{event}: {self.name} uses no evaluations")
         elif isinstance(event, Joined) == (worker in self._progress.active):
             raise ValueError(f"{event}: worker {worker} has {'not ' * isinstance(event, Joined)}left")
         if isinstance(event, PushInfo) and worker in self._blocked_since_s:

@@ -13,6 +13,8 @@ simulator runs the same code as real ranks, and an audit can replay a trace. The
                     again                Grant(worker, ...)   the worker may read the weights and continue
     Elapsed         a time has come that Decision(...)        choice of an adaptive controller, for the trace only
                     the paradigm set
+    Evaluated       the servers' model has
+                    been evaluated
 
 `PushInfo` and `Grant` are also messages and rows of the trace; `hpcsync.paradigms.records` declares them.
 
@@ -57,6 +59,19 @@ class Elapsed:
 
     now_s: float
     worker: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """The servers' model, at its present or an earlier version, has been evaluated on held-out data: `loss`.
+
+    Only paradigms with `uses_evaluations` receive it. `worker` is the lowest active worker, to which the row of
+    /decisions is attributed.
+    """
+
+    now_s: float
+    worker: int
+    loss: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,5 +142,5 @@ class Decision:
     inputs: tuple[float, ...]
 
 
-Event = PushInfo | Left | Joined | Elapsed
+Event = PushInfo | Left | Joined | Elapsed | Evaluated
 Action = Apply | Accumulate | Drop | Cancel | Grant | Decision

@@ -256,6 +256,11 @@ class ParadigmOptions:
         return False
 
     @property
+    def uses_evaluations(self) -> bool:
+        """True if the policy decides by evaluations of the model."""
+        return False
+
+    @property
     def exchange_every(self) -> int:
         """Iterations from one push, or exchange, to the next, unless the policy sets another number."""
         return 1

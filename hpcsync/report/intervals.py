@@ -16,7 +16,7 @@ import pandas as pd
 
 from hpcsync.paradigms.stanza import StanzaOptions
 from hpcsync.trace.reader import Trace
-from hpcsync.trace.schema import ELAPSED
+from hpcsync.trace.schema import EVENTS
 
 SERVERS = -1  # worker of the rows of `events` that belong to no worker
 
@@ -41,7 +41,7 @@ def events(trace: Trace) -> pd.DataFrame:
     """
     updates, changes = trace.frame("updates"), trace.frame("membership")
     stalls, decisions = trace.frame("stalls"), trace.frame("decisions")
-    decisions = decisions[decisions["controller"] != ELAPSED]
+    decisions = decisions[~decisions["controller"].isin(EVENTS)]
     is_switch = decisions["controller"] == "switch"
     parts = [
         (changes["worker"], None, changes["change"], changes["now_s"]),

@@ -15,7 +15,7 @@ from scipy.sparse import coo_array, csr_array
 
 from hpcsync.paradigms.records import ALL_PEERS
 from hpcsync.trace.reader import Trace, TraceFile
-from hpcsync.trace.schema import ELAPSED, Release
+from hpcsync.trace.schema import EVENTS, Release
 
 NO_WORKER = -1
 _TIMED = -2
@@ -113,7 +113,7 @@ def _grants_and_causes(trace: Trace | TraceFile) -> Iterator[tuple[np.ndarray, n
 
 
 def _worker_of_event(trace: Trace | TraceFile) -> np.ndarray:
-    """Return the worker of each `seq` of an event, `_TIMED` for a time that elapsed, and -1 for other rows."""
+    """Return the worker of each `seq` of an event, `_TIMED` for a row of /decisions that is an event, -1 for others."""
     tables = ("pushes", "grants", "decisions", "membership")
     n_seqs = 1 + max(int(rows["seq"].max(initial=0)) for table in tables for rows in trace.slices(table))
     worker_of = np.full(n_seqs, NO_WORKER, np.int32)
@@ -121,7 +121,7 @@ def _worker_of_event(trace: Trace | TraceFile) -> np.ndarray:
         for rows in trace.slices(table):
             worker_of[rows["seq"]] = rows["worker"]
     for rows in trace.slices("decisions"):
-        worker_of[rows["seq"][rows["controller"] == ELAPSED.encode()]] = _TIMED
+        worker_of[rows["seq"][np.isin(rows["controller"], [name.encode() for name in EVENTS])]] = _TIMED
     return worker_of
 
 

@@ -9,6 +9,7 @@ which the trace does not hold.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -32,7 +33,7 @@ from hpcsync.simulator import factory, peer_transfers
 from hpcsync.simulator.gradients import Work
 from hpcsync.simulator.server_numerics import Numerics
 from hpcsync.trace.reader import Trace
-from hpcsync.trace.schema import ELAPSED, TABLES, Change, Outcome, Release
+from hpcsync.trace.schema import ELAPSED, EVALUATED, TABLES, Change, Outcome, Release
 from hpcsync.training.flat_model import trainable
 from hpcsync.workloads.registry import Workload
 
@@ -157,17 +158,27 @@ class _Served:
                 self._carry_out(coordinator.pushed(now_s, _push_info(row)))
             elif kind == "change":
                 self._carry_out(coordinator.left(now_s, int(row["worker"]), int(row["change"])))
-            else:
+            elif kind == "time":
                 self._carry_out(coordinator.passed(now_s))
+            else:
+                loss = float(row["chosen"])
+                at = (coordinator.version, coordinator.samples)
+                self._carry_out(coordinator.evaluated(now_s, *at, loss, math.nan, known_s=now_s))
         coordinator.close()
         self._numerics.finish(coordinator.trained_by)
         return _losses(recount.pushes, losses), _evaluations(recount.evaluations, self._judged)
 
     def _events(self) -> list[tuple[str, int, np.void]]:
-        """Return pushes, changes of membership and times that came, as kind, index and row, in the order of `seq`."""
+        """Return the events in the order of `seq`, as kind, index and row."""
         recount = self._recount
-        elapsed = recount.decisions[recount.decisions["controller"] == ELAPSED.encode()]
-        kinds = (("push", recount.pushes), ("change", recount.membership), ("time", elapsed))
+        controller = recount.decisions["controller"]
+        elapsed, evaluated = (recount.decisions[controller == name.encode()] for name in (ELAPSED, EVALUATED))
+        kinds = (
+            ("push", recount.pushes),
+            ("change", recount.membership),
+            ("time", elapsed),
+            ("evaluation", evaluated),
+        )
         events = [(kind, index, row) for kind, rows in kinds for index, row in enumerate(rows)]
         return sorted(events, key=lambda event: int(event[2]["seq"]))
 

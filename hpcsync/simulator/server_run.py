@@ -346,7 +346,7 @@ class ServerSimulation:
 
     def _conclude(self, judged: Judged) -> None:
         self._evaluating = False
-        self._carry_out(self.coordinator.evaluated(*judged))
+        self._carry_out(self.coordinator.evaluated(*judged, known_s=self._loop.now_s))
 
     def _time_has_come(self) -> None:
         self._carry_out(self.coordinator.passed(self._loop.now_s))

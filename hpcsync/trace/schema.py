@@ -89,6 +89,8 @@ CHECKSUM = ".crc32"  # suffix of a table's name in the attribute `flushed_rows`
 STATUSES = ("running", "finished", "failed", "interrupted")
 
 ELAPSED = "elapsed"  # controller of rows of /decisions for times that a paradigm set; `chosen` is the time
+EVALUATED = "evaluated"  # the same for evaluations that a paradigm uses; `chosen` is the loss
+EVENTS = (ELAPSED, EVALUATED)  # rows of /decisions that are events of the paradigm, not choices
 
 UNITS = {
     "": "none: identifiers, positions, codes and text",

@@ -99,6 +99,7 @@ def test_ashl_s_defaults() -> None:
         "ratio_fine": 0.1,
         "loss_preset": None,
         "plateau": 0.01,
+        "loss": "commits",
         "share": "data",
         "warmup": 10,
         "profiled": 20,
@@ -262,7 +263,7 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
         "ashl",
         {"step_coarse": 3},
         "paradigm.step_coarse = 3: unknown key; must be one of name, steps_coarse, steps_fine, staleness, "
-        "ratio_coarse, ratio_fine, loss_preset, plateau, share, warmup, profiled; did you mean steps_coarse?",
+        "ratio_coarse, ratio_fine, loss_preset, plateau, loss, share, warmup, profiled; did you mean steps_coarse?",
     ),
     ("adsp", {"check_period_s": 0}, "paradigm.check_period_s = 0: must be greater than 0"),
     ("adsp", {"interval_min_s": 0}, "paradigm.interval_min_s = 0: must be greater than 0"),

@@ -88,6 +88,22 @@ def test_one_committing_worker_is_plain_training(comm, needs, folder):
         assert np.allclose(some, alone, rtol=1e-9, atol=1e-12)
 
 
+def test_an_evaluation_begins_the_fine_stage(comm, needs, folder):
+    needs(3)
+    paradigm = {**ASHL, "loss": "evaluation"}
+    given = job(comm.size - 1, ASHL, updates=150, seconds=0.008)
+    table = {**given.model_dump(exclude_none=True), "paradigm": paradigm, "evaluation": {"every_samples": 40}}
+    on_some(comm, Job.from_table(table), folder)
+    if comm.rank == 0:
+        trace = load(folder / "trace.h5")
+        assert failures(folder / "trace.h5") == []
+        rows = trace.tables["decisions"]
+        assert rows["chosen"][rows["controller"] == b"stage"].tolist() == [1.0, 2.0]
+        at = int(np.flatnonzero(rows["controller"] == b"stage")[1])
+        assert rows["controller"][at - 1] == b"evaluated"
+        assert rows["loss"][at] == rows["chosen"][at - 1] <= 1.5
+
+
 def test_stages_are_in_order_and_fast_workers_make_more_steps(comm, needs, folder):
     needs(3)
     compression = {"name": "top-k"}

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcsync.paradigms import Apply, Decision, Grant, Joined, Left, PushInfo, create
+from hpcsync.paradigms import Apply, Decision, Evaluated, Grant, Joined, Left, PushInfo, create
 from hpcsync.paradigms.ashl import ASHL, CHECKS, COARSE, FINE, PROFILE, _median
 from tests.unit.paradigms.schedule import PROPERTY, Schedule, fixed, run, schedules
 
@@ -63,6 +63,10 @@ class Driver:
 
     def join(self, worker):
         return self._handle(Joined(self.now_s, worker))
+
+    def evaluate(self, loss):
+        self.now_s += 1.0
+        return self._handle(Evaluated(self.now_s, min(self.granted), loss))
 
     def _handle(self, event):
         actions = self.paradigm.handle(event)
@@ -236,6 +240,37 @@ def test_a_plateau_is_one_over_several_checks():
     driver.rounds(CHECKS, loss=2.0)
     assert driver.paradigm.stage == COARSE
     driver.rounds(1, loss=2.0)
+    assert driver.paradigm.stage == FINE
+
+
+def test_i_an_evaluation_at_the_preset_begins_the_fine_stage():
+    driver = coarse(loss="evaluation", loss_preset=1.0)
+    driver.rounds(30, loss=0.1)  # losses of commits do not count
+    assert driver.evaluate(1.1) == driver.evaluate(NAN) == []
+    assert driver.paradigm.stage == COARSE
+    (row, *_) = driver.evaluate(1.0)
+    assert (row.controller, row.worker, row.chosen, row.inputs[4]) == ("stage", 0, FINE, 1.0)
+    assert driver.evaluate(0.5) == []
+    assert coarse(loss="commits", loss_preset=1.0).rounds(30, loss=0.1).paradigm.stage == FINE
+
+
+def test_i_evaluations_of_the_profile_do_not_count():
+    driver = Driver(create("ashl", 3, **SHORT, loss="evaluation", loss_preset=1.0))
+    assert driver.evaluate(0.1) == []
+    driver.rounds(6)
+    assert driver.paradigm.stage == COARSE
+    driver.evaluate(0.1)
+    assert driver.paradigm.stage == FINE
+
+
+def test_i_a_plateau_is_one_over_several_evaluations():
+    driver = coarse(loss="evaluation", plateau=0.01)
+    for k in range(20):
+        assert driver.evaluate(5.0 * 0.97**k) == []
+    loss = 5.0 * 0.97**19
+    for _ in range(CHECKS - 1):
+        assert driver.evaluate(loss) == []
+    driver.evaluate(loss)
     assert driver.paradigm.stage == FINE
 
 
@@ -515,6 +550,7 @@ def test_without_a_gate_and_a_preset_no_worker_blocks():
         ({"loss_preset": "low"}, "loss_preset .* got low"),
         ({"plateau": 0.0}, "plateau must be a number > 0 and < 1, got 0.0"),
         ({"plateau": NAN}, "plateau .* got nan"),
+        ({"loss": "global"}, "loss must be one of commits, evaluation, got 'global'"),
         ({"share": "half"}, "share must be one of data, equal, got 'half'"),
         ({"warmup": -1}, "warmup must be an integer >= 0, got -1"),
         ({"profiled": 1}, "profiled must be an integer >= 2, got 1"),

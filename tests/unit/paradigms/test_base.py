@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 
-from hpcsync.paradigms import Elapsed, Grant, Joined, Left, PushInfo, create
+from hpcsync.paradigms import Elapsed, Evaluated, Grant, Joined, Left, PushInfo, create
 from tests.unit.paradigms.broken import (
     BlocksEveryWorker,
     BringsBackStaleEntries,
@@ -137,7 +137,8 @@ def test_illegal_input_is_refused_and_leaves_the_state_untouched(which):
         (PushInfo(math.nan, 3), "time of the previous event"),
         (PushInfo(math.inf, 3), "time of the previous event"),
         (Elapsed(3.0, 0), "nothing is due"),
-        ("pushed", "event must be PushInfo, Left, Joined or Elapsed"),
+        (Evaluated(3.0, 0, 1.0), "uses no evaluations"),
+        ("pushed", "event must be PushInfo, Left, Joined, Elapsed or Evaluated"),
     ]
     for event, message in illegal:
         with pytest.raises(ValueError, match=message):

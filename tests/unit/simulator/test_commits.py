@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from hpcsync.config.errors import JobError
+from hpcsync.core.job_validation import check
 from hpcsync.trace.reader import Trace
 from hpcsync.trace.schema import Outcome
 from hpcsync.workloads.registry import build
 from tests.plain import committed
 from tests.unit.jobs import LINEAR
-from tests.unit.simulator.running import failed, simulate, timing_job
+from tests.unit.simulator.running import TIMING, failed, simulate, timing_job
 
 SGD = {"name": "sgd", "lr": 0.05}
 NESTEROV = {"name": "sgd", "lr": 0.02, "momentum": 0.9, "nesterov": True}
@@ -75,6 +76,43 @@ def test_a_worker_computing_at_the_end_of_the_run_is_stopped(tmp_path):
     assert commits(trace, 1)[-1] == (1, 12.0, 14.0)
     assert trace.tables["pushes"]["outcome"][-2:].tolist() == [Outcome.DROPPED, Outcome.DROPPED]
     assert failed(trace) == []
+
+
+BY_EVALUATIONS = {**ASHL, "loss": "evaluation", "loss_preset": 0.5}
+
+
+def of_evaluations(**tables: Any) -> Any:
+    how = {"workload": LINEAR, "optimizer": SGD, "paradigm": BY_EVALUATIONS, "stop": {"updates": 80}}
+    return timing_job(workers=3, seconds=[1.0, 3.0, 1.5], **{**how, "evaluation": {"every_samples": 20}, **tables})
+
+
+@pytest.mark.parametrize("evaluation", [{"every_samples": 20}, {"every_samples": 20, "seconds": 0.7}])
+@pytest.mark.parametrize("preset", [True, False], ids=["preset", "plateau"])
+def test_an_evaluation_begins_the_fine_stage(tmp_path, evaluation, preset):
+    """The row of the stage follows that of an evaluation; another loss, and a loss of a stage, are the controls."""
+    options = {key: value for key, value in BY_EVALUATIONS.items() if preset or key != "loss_preset"}
+    trace = simulate(of_evaluations(evaluation=evaluation, paradigm={**options, "plateau": 0.3}), tmp_path / "t.h5")
+    assert failed(trace) == []
+    rows = trace.tables["decisions"]
+    assert rows["chosen"][rows["controller"] == b"stage"].tolist() == [1.0, 2.0]
+    at = int(np.flatnonzero(rows["controller"] == b"stage")[1])
+    assert rows["controller"][at - 1] == b"evaluated"
+    assert rows["chosen"][at - 1] == rows["loss"][at] in trace.tables["evaluations"]["loss"]
+    rows["chosen"][at - 1] += 0.01
+    assert any("losses that decide are those of evaluations" in each for each in failed(trace))
+    assert any("each stage begins once" in each for each in failed(trace))
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ({"evaluation": {"every_samples": 0}}, "evaluation.every_samples = 0: must be at least 1"),
+        ({"workload": TIMING}, "must be one that can be evaluated"),
+    ],
+)
+def test_a_switch_by_evaluations_needs_evaluations(tables, message):
+    with pytest.raises(JobError, match=message):
+        check(of_evaluations(**tables))
 
 
 def test_local_steps_follow_speed_and_links(tmp_path):
