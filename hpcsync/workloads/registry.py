@@ -250,9 +250,12 @@ def _text(settings: Text) -> Workload:
 
 
 class _Parameters(nn.Module):
-    """Parameters that are only transferred: a matrix as close to square as possible, as in most models."""
+    """Parameters that are only transferred: a matrix as close to square as possible, as in most models.
+
+    The zeros are NumPy's, whose pages take memory only once they are used: `show` uses none.
+    """
 
     def __init__(self, size: int) -> None:
         super().__init__()
         rows = next(n for n in range(math.isqrt(size), 0, -1) if size % n == 0)
-        self.values = nn.Parameter(torch.zeros(rows, size // rows))
+        self.values = nn.Parameter(torch.from_numpy(np.zeros((rows, size // rows), np.float32)))

@@ -5,6 +5,7 @@ import sys
 from types import ModuleType
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -105,6 +106,18 @@ def test_timing_only_has_parameters():
     workload = make("timing", parameters=77)
     assert FlatModel(workload.model).size == 77
     assert (workload.loss, workload.train, workload.evaluate) == (None, None, None)
+
+
+def test_a_large_timing_model_takes_no_memory_until_it_is_used():
+    def resident():
+        return psutil.Process().memory_info().rss
+
+    before = resident()
+    values = make("timing", parameters=2**28).model.values
+    assert resident() - before < 10**8
+    values.sum()
+    values.data.fill_(1.0)  # the control: a GiB that is used
+    assert resident() - before > 2**30 - 10**8
 
 
 @pytest.fixture
