@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from itertools import cycle
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +27,8 @@ from hpcsync.core.peer_machine import create_method
 from hpcsync.report.explanation import WhatIf
 from hpcsync.simulator import cluster, factory
 from hpcsync.simulator.event_loop import Loop
-from hpcsync.simulator.peer_transfers import Links, Then, Workers
+from hpcsync.simulator.peer_transfers import Workers
+from hpcsync.simulator.replayed_links import KINDS, swapped, timed
 from hpcsync.simulator.replayed_times import (
     LOCKSTEP,
     Columns,
@@ -51,12 +52,13 @@ class NotReplayed(Exception):
 
 
 class _Recorded(NamedTuple):
-    """Beginning of a run: its job in virtual time, and the times of each worker."""
+    """Beginning of a run: its job in virtual time, and the times and losses of each worker's iterations."""
 
     job: Job
     samples: int
     real_s: float
     workers: list[Columns]
+    losses: list[list[float]]
 
 
 def _under(recorded: _Recorded, paradigm: Mapping[str, Any]) -> _Recorded:
@@ -64,8 +66,10 @@ def _under(recorded: _Recorded, paradigm: Mapping[str, Any]) -> _Recorded:
     table = tomllib.loads(recorded.job.to_toml())
     del table["cluster"]["servers"]
     job = Job.from_table({**table, "paradigm": dict(paradigm)})
-    if not job.has_servers and create_method(job).transport not in LOCKSTEP:
-        raise NotReplayed(f"recorded times cannot be used under {job.paradigm.name}")
+    for each, must in ((recorded.job, "be left out for a run"), (job, "not be one")):
+        if not each.has_servers and create_method(each).transport not in LOCKSTEP:
+            why = f"{must} whose transfers are between two workers: a trace has other times for them"
+            raise JobError(f"--paradigm {job.paradigm.name}: must {why}")
     workers = recorded.workers
     if job.has_servers and not recorded.job.has_servers:
         workers = [to_servers(each) for each in workers]
@@ -91,6 +95,7 @@ def study(trace: Trace | TraceFile, paradigms: Sequence[Mapping[str, Any]] = ())
         If a paradigm is none, or does not suit the run.
     """
     recorded = _of_pushes(trace) if trace.job.has_servers else _of_exchanges(trace)
+    others = [_under(recorded, paradigm) for paradigm in paradigms]
     times = recorded.workers
     every = range(len(times))
     medians = Columns(*(_median(times, i) for i in range(len(Columns._fields))))
@@ -103,11 +108,11 @@ def study(trace: Trace | TraceFile, paradigms: Sequence[Mapping[str, Any]] = ())
 
     speeds = 1.0 / np.array([_mean_step_s(each) or np.nan for each in times])
     by_speed_s = None
-    if trace.job.batches.policy == "equal" and np.isfinite(speeds).all():
+    may_allocate = trace.job.batches.policy == "equal" and trace.job.paradigm.allocates
+    if may_allocate and np.isfinite(speeds).all():
         loads = speeds / speeds.mean()
         scaled = [each._replace(compute_s=each.compute_s * load) for each, load in zip(times, loads, strict=True)]
         by_speed_s = _duration_s(recorded, scaled)
-    others = [_under(recorded, paradigm) for paradigm in paradigms]
     return WhatIf(
         recorded.samples,
         recorded.real_s,
@@ -132,33 +137,41 @@ def _of_pushes(trace: Trace | TraceFile) -> _Recorded:
     pushes, grants = (_first(trace, table, 2 * ROWS + trace.n_workers) for table in ("pushes", "grants"))
     pushes, grants = pushes[pushes["now_s"] <= real_s], grants[grants["now_s"] <= real_s]
     batch_size = _batch_size(pushes["batch_size"] // pushes["local_steps"])
-    workers = [
-        columns_of(pushes[pushes["worker"] == worker], grants[grants["worker"] == worker], batch_size)
-        for worker in range(trace.n_workers)
-    ]
+    each = [pushes[pushes["worker"] == worker] for worker in range(trace.n_workers)]
+    workers = [columns_of(own, grants[grants["worker"] == worker], batch_size) for worker, own in enumerate(each)]
     if absent := [worker for worker, columns in enumerate(workers) if not len(columns.compute_s)]:
         raise NotReplayed(f"worker {absent[0]} has no push among the first {ROWS:,}")
-    return _Recorded(_in_virtual_time(trace.job, samples, batch_size), samples, real_s, workers)
+    return _Recorded(_in_virtual_time(trace.job, samples, batch_size), samples, real_s, workers, _losses(each))
 
 
 def _of_exchanges(trace: Trace | TraceFile) -> _Recorded:
-    if create_method(trace.job).transport not in LOCKSTEP:
-        raise NotReplayed(f"times of {trace.job.paradigm.name} cannot be replayed")
+    method = create_method(trace.job)
+    if method.transport not in KINDS:
+        raise NotReplayed(
+            f"an iteration of {trace.job.paradigm.name} has several transfers between computations, "
+            "and a trace holds the sum of their times only"
+        )
     n_iterations = max(1, ROWS // trace.n_workers)
+    updates = _first(trace, "updates", n_iterations if method.transport in LOCKSTEP else ROWS)
     rows = _first(trace, "exchanges", 2 * ROWS)
-    rows = rows[(rows["batch_size"] > 0) & (rows["iteration"] <= n_iterations)]
-    updates = _first(trace, "updates", n_iterations)
+    rows = rows[rows["batch_size"] > 0]
     if not len(rows) or not len(updates):
         raise NotReplayed("it has no update")
     samples, real_s = (updates[name][-1].item() for name in ("samples", "now_s"))
+    rows = rows[rows["iteration"] <= n_iterations] if method.synchronous else rows[rows["now_s"] <= real_s]
+    if method.transport == "swap":
+        rows = swapped(rows, trace.n_workers)
     batch_size = _batch_size(rows["batch_size"])
-    workers = []
-    for worker in range(trace.n_workers):
-        own = rows[rows["worker"] == worker]
-        if not len(own):
-            raise NotReplayed(f"worker {worker} has no iteration among the first {n_iterations:,}")
-        workers.append(columns_in_step(own, batch_size))
-    return _Recorded(_in_virtual_time(trace.job, samples, batch_size), samples, real_s, workers)
+    each = [rows[rows["worker"] == worker] for worker in range(trace.n_workers)]
+    if absent := [worker for worker, own in enumerate(each) if not len(own)]:
+        raise NotReplayed(f"worker {absent[0]} has no iteration among the first {len(rows):,}")
+    workers = [columns_in_step(own, batch_size) for own in each]
+    return _Recorded(_in_virtual_time(trace.job, samples, batch_size), samples, real_s, workers, _losses(each))
+
+
+def _losses(each: Sequence[np.ndarray]) -> list[list[float]]:
+    """Return the losses of each worker's rows, in the order of its iterations."""
+    return [own["loss"][np.argsort(own["iteration"], kind="stable")].tolist() for own in each]
 
 
 def _first(trace: Trace | TraceFile, table: str, n_rows: int) -> np.ndarray:
@@ -199,12 +212,19 @@ def _mean_step_s(columns: Columns) -> float:
 
 
 def _median(workers: Sequence[Columns], column: int) -> np.ndarray:
-    """Return the median of all workers and iterations but the first; computation for each local step, as shape (1,)."""
+    """Return the median of all workers and iterations but the first, as shape (1,).
+
+    It is that of computations for each local step, and of transfers where there was one.
+    """
     parts = []
     for columns in workers:
         values = columns.compute_s / columns.local_steps if column == 0 else columns[column]
-        parts.append(values[1:] if len(values) > 1 else values)
-    return np.median(np.concatenate(parts), keepdims=True)
+        chosen = np.arange(len(values)) >= min(1, len(values) - 1)
+        if column == Columns._fields.index("comm_s"):
+            chosen &= values > 0
+        parts.append(values[chosen])
+    values = np.concatenate(parts)
+    return np.median(values, keepdims=True) if len(values) else np.zeros(1)
 
 
 def _replaced(times: Columns, medians: Columns, operations: Sequence[str]) -> Columns:
@@ -212,8 +232,9 @@ def _replaced(times: Columns, medians: Columns, operations: Sequence[str]) -> Co
     if "computation" in operations:
         times = times._replace(compute_s=medians.compute_s * times.local_steps)
     if "transfer" in operations:
-        names = ("to_begin_s", "to_server_s", "comm_s")
-        times = times._replace(**{name: np.repeat(getattr(medians, name), n) for name in names})
+        names = ("to_begin_s", "to_server_s")
+        comm_s = np.where(times.comm_s > 0, medians.comm_s, 0.0)
+        times = times._replace(**{name: np.repeat(getattr(medians, name), n) for name in names}, comm_s=comm_s)
     return times
 
 
@@ -231,15 +252,17 @@ class _NoRecord:
             self.now_s = row[1]
 
 
-class _TimedLinks(Links):
-    """Links whose all-reduces take given times."""
+class _Servers(ServerSimulation):
+    """Simulation with servers in which contributions have given losses; after them a worker keeps its last one."""
 
-    def __init__(self, loop: Loop, n_workers: int, seconds: np.ndarray) -> None:
-        super().__init__(loop, None, n_workers, 0)
-        self._seconds = cycle(seconds.tolist())
+    def __init__(self, losses: Sequence[Sequence[float]], *of_every_run: Any) -> None:
+        super().__init__(*of_every_run)
+        self._losses = [chain(own, repeat(own[-1])) for own in losses]
 
-    def all_reduce(self, then: Then, *args: Any) -> None:
-        self._loop.after(next(self._seconds), then, *args)
+    def _contribute(self, worker: int) -> Sequence[int]:
+        sizes_bytes = super()._contribute(worker)
+        self._workers[worker].loss = next(self._losses[worker])
+        return sizes_bytes
 
 
 def _duration_s(recorded: _Recorded, workers: Sequence[Columns]) -> float:
@@ -249,20 +272,13 @@ def _duration_s(recorded: _Recorded, workers: Sequence[Columns]) -> float:
     try:
         if job.has_servers:
             run = RecordedRun([RecordedTimes(*columns) for columns in workers], job.cluster.events)
-            ServerSimulation(job, workload, cluster.build(job, workload, run), create_paradigm(job), trace).run()
+            simulated = cluster.build(job, workload, run)
+            _Servers(recorded.losses, job, workload, simulated, create_paradigm(job), trace).run()
         else:
             loop = Loop()
             devices = [Device(RecordedTimes(*columns).seconds(), ()) for columns in workers]
-            links = _TimedLinks(loop, len(workers), _all_reduce_s(workers))
+            links = timed(loop, create_method(job), [columns.comm_s for columns in workers])
             factory.simulation(job, workload, Workers(loop, devices, links), trace).run()
     except JobError as error:
         raise NotReplayed(str(error)) from None
     return trace.now_s
-
-
-def _all_reduce_s(workers: Sequence[Columns]) -> np.ndarray:
-    """Return the time of each exchange of all workers: the smallest of theirs, since waiting is not in it."""
-    n = min(len(columns.comm_s) for columns in workers)
-    seconds = np.min([columns.comm_s[:n] for columns in workers], axis=0)
-    made = seconds[seconds > 0]
-    return made if len(made) else np.zeros(1)

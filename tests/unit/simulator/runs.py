@@ -15,9 +15,9 @@ def simulated(
 ) -> Trace:
     """Return the trace of a run whose workers' iterations take these seconds.
 
-    `how` has further keys of [cluster], or whole tables "batches" and "stop".
+    `how` has further keys of [cluster], or whole tables "batches", "optimizer", "stop" and "workload".
     """
-    tables = {name: how.pop(name) for name in ("batches", "stop") if name in how}
+    tables = {name: how.pop(name) for name in ("batches", "optimizer", "stop", "workload") if name in how}
     compute = {"model": "lognormal", "seconds": seconds, "jitter": jitter}
     job = make_job(
         **{

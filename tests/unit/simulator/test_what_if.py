@@ -1,11 +1,15 @@
 """What-if analysis: closed forms of the slowdowns, and predictions beside what a simulation really takes."""
 
+import math
+
 import pytest
 
 from hpcsync.config.errors import JobError
 from hpcsync.simulator import what_if
 from hpcsync.simulator.what_if import NotReplayed, study
+from tests.unit.jobs import LINEAR
 from tests.unit.simulator.runs import simulated
+from tests.unit.simulator.separated import FC_SHARE, TIMING
 
 NETWORK = {"bandwidth_gbit": 0.01, "latency_us": 100.0}
 LOCKSTEP = [{"name": "bsp"}, {"name": "allreduce"}, {"name": "local-sgd", "steps": 4}]
@@ -20,14 +24,38 @@ def test_one_worker_of_half_the_speed(tmp_path, paradigm):
     assert found.of_operation("computation") == pytest.approx(2.0)
     assert found.of_operation("transfer") == pytest.approx(1.0)
     # Together 3 / 0.1 + 1 / 0.2 batches a second, so four batches take 4 / 35 s instead of 0.2 s.
-    assert found.by_speed_s == pytest.approx(found.real_s * 4 / 35 / 0.2)
+    expected_s = None if paradigm["name"] == "local-sgd" else pytest.approx(found.real_s * 4 / 35 / 0.2)
+    assert found.by_speed_s == expected_s  # a job under local SGD cannot have batches by speed
+
+
+@pytest.mark.parametrize("paradigm", [{"name": "gossip", "mode": "pull"}, {"name": "ad-psgd"}], ids=str)
+def test_one_worker_of_half_the_speed_costs_others_nothing_without_waiting(tmp_path, paradigm):
+    found = study(simulated(tmp_path, paradigm, [0.1, 0.1, 0.1, 0.2], updates=700))
+    assert found.slowdown == pytest.approx(40 / 35, rel=0.02)  # iterations a second of all workers together
+    assert found.of_worker(3) == pytest.approx(40 / 35, rel=0.02)
+    assert found.of_worker(0) == pytest.approx(1.0, rel=0.02)
+    assert found.of_operation("transfer") == 1.0
+    assert found.by_speed_s is None
+
+
+@pytest.mark.parametrize(
+    "paradigm",
+    [{"name": "local-sgd", "steps": 4}, *({"name": "gossip", "mode": mode} for mode in ("pull", "permutation"))],
+    ids=str,
+)
+def test_equal_slow_links_are_no_stragglers(tmp_path, paradigm):
+    """The median is that of the transfers made, not of the iterations without one."""
+    trace = simulated(tmp_path, paradigm, [0.1] * 4, network={"bandwidth_gbit": 0.001}, updates=200)
+    assert trace.tables["exchanges"]["comm_s"].max() > 0.03
+    assert study(trace).slowdown == pytest.approx(1.0, rel=0.05)
 
 
 @pytest.mark.parametrize("paradigm", [*LOCKSTEP, {"name": "asp"}, {"name": "ssp", "staleness": 2}])
 def test_equal_workers_have_no_stragglers(tmp_path, paradigm):
     found = study(simulated(tmp_path, paradigm, [0.1, 0.1, 0.1], network=NETWORK))
     assert found.slowdown == pytest.approx(1.0, abs=0.02)
-    assert found.by_speed_s == pytest.approx(found.replayed_s, rel=0.02)
+    if paradigm["name"] != "local-sgd":
+        assert found.by_speed_s == pytest.approx(found.replayed_s, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -40,8 +68,11 @@ def test_equal_workers_have_no_stragglers(tmp_path, paradigm):
         {"name": "easgd", "period": 3},
         {"name": "async-diloco", "steps": 3},
         {"name": "adsp", "check_period_s": 3, "interval_min_s": 0.5, "search_every_s": 10},
+        *({"name": "gossip", "mode": mode} for mode in ("pull", "push", "push-sum", "permutation")),
+        {"name": "gossip", "mode": "pull", "period": 3},
+        {"name": "ad-psgd"},
     ],
-    ids=lambda paradigm: paradigm["name"],
+    ids=lambda paradigm: " ".join(map(str, paradigm.values())),
 )
 def test_its_own_times_take_the_time_of_the_run(tmp_path, paradigm):
     found = study(simulated(tmp_path, paradigm, [0.1, 0.15, 0.25], jitter=0.3, network=NETWORK))
@@ -74,13 +105,43 @@ def test_only_the_beginning_is_simulated(tmp_path, monkeypatch):
     assert found.replayed_s == pytest.approx(found.real_s) == pytest.approx(2.0)
 
 
+def test_a_paradigm_that_decides_by_the_loss_gets_the_recorded_ones(tmp_path, monkeypatch):
+    paradigm = {"name": "ashl", "steps_coarse": 8, "steps_fine": 2, "loss_preset": 0.5}
+    trace = simulated(
+        tmp_path,
+        paradigm,
+        [0.1, 0.15, 0.25],
+        network={"bandwidth_gbit": 0.00002},
+        workload=LINEAR,
+        optimizer={"name": "sgd", "lr": 0.02},
+        stop={"updates": 150},
+    )
+    steps = trace.tables["pushes"]["local_steps"]
+    assert steps.max() == 8  # it has ended the coarse stage
+    assert steps[-1] < 8
+    found = study(trace)
+    assert found.replayed_s == pytest.approx(found.real_s)
+    monkeypatch.setattr(what_if, "_losses", lambda each: [[math.nan] for _ in each])
+    assert study(trace).replayed_s < 0.95 * found.real_s
+
+
+def test_what_cannot_be_replayed_is_said(tmp_path):
+    paradigm = {"name": "stanza", "cut": "classifier", "fc_workers": 1, "fc_share": FC_SHARE}
+    trace = simulated(tmp_path, paradigm, [0.1] * 3, workload=TIMING)
+    with pytest.raises(NotReplayed, match="an iteration of stanza has several transfers between computations"):
+        study(trace)
+
+
 @pytest.mark.parametrize(
-    ("paradigm", "why"),
-    [({"name": "gossip", "mode": "pull"}, "times of gossip cannot be replayed")],
+    ("recorded", "other", "why"),
+    [
+        ({"name": "bsp"}, {"name": "gossip", "mode": "pull"}, "--paradigm gossip: must not be one whose transfers"),
+        ({"name": "gossip", "mode": "pull"}, {"name": "bsp"}, "--paradigm bsp: must be left out for a run whose"),
+    ],
 )
-def test_what_cannot_be_replayed_is_said(tmp_path, paradigm, why):
-    with pytest.raises(NotReplayed, match=why):
-        study(simulated(tmp_path, paradigm, [0.1, 0.1, 0.2]))
+def test_times_of_other_transfers_are_refused(tmp_path, recorded, other, why):
+    with pytest.raises(JobError, match=why):
+        study(simulated(tmp_path, recorded, [0.1, 0.1, 0.2]), [other])
 
 
 @pytest.mark.parametrize("recorded", ["bsp", "allreduce"])

@@ -1,0 +1,101 @@
+"""Links between workers whose transfers take recorded times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import cycle
+from typing import Any
+
+import numpy as np
+
+from hpcsync.paradigms.peer_method import PeerMethod
+from hpcsync.simulator.event_loop import Loop
+from hpcsync.simulator.peer_transfers import Links, Then
+
+Owner = Callable[[int, int], int]  # takes source and target
+
+
+class _Links(Links):
+    """Links on which an all-reduce, and a transfer between two workers, take given times.
+
+    Parameters
+    ----------
+    loop
+        Event loop.
+    all_reduces_s
+        Times of successive all-reduces in seconds.
+    transfers_s
+        Times of successive transfers of each worker in seconds.
+    owner
+        Returns the worker whose transfer it is.
+    """
+
+    def __init__(
+        self, loop: Loop, all_reduces_s: Iterator[float], transfers_s: Sequence[Iterator[float]], owner: Owner
+    ) -> None:
+        super().__init__(loop, None, len(transfers_s), 0)
+        self._all_reduces_s, self._transfers_s, self._owner = all_reduces_s, transfers_s, owner
+
+    def all_reduce(self, then: Then, *args: Any) -> None:
+        self._loop.after(next(self._all_reduces_s), then, *args)
+
+    def send(self, source: int, target: int, then: Then, *args: Any) -> None:
+        self._loop.after(next(self._transfers_s[self._owner(source, target)]), then, *args)
+
+
+def timed(loop: Loop, method: PeerMethod, comm_s: Sequence[np.ndarray]) -> Links:
+    """Return links with the times of a run.
+
+    Parameters
+    ----------
+    loop
+        Event loop.
+    method
+        Exchange of the run; its transport is one of `KINDS`.
+    comm_s
+        Transfer times of each worker's iterations, 0 without a transfer. They repeat after the last one.
+    """
+    owner, n_transfers = KINDS[method.transport]
+    each = [cycle((own[own > 0] / n_transfers).tolist() or [0.0]) for own in comm_s]
+    n = min(map(len, comm_s))
+    together = np.min([own[:n] for own in comm_s], axis=0)  # waiting is in none of them
+    all_reduces_s = cycle(together[together > 0].tolist() or [0.0])
+    return _Links(loop, all_reduces_s, each, lambda source, target: owner(method, source, target))
+
+
+def swapped(rows: np.ndarray, n_workers: int) -> np.ndarray:
+    """Return rows of /exchanges of permutation gossip whose `comm_s` is the time to send only.
+
+    A worker's time ends when it has sent and received. That of its own transfer is thus at most the shorter one of
+    its time and its peer's; this makes each the longest that agrees with all recorded times.
+    """
+    rows = rows.copy()
+    comm_s = np.full((int(rows["iteration"].max(initial=0)) + 1, n_workers), np.inf)
+    comm_s[rows["iteration"], rows["worker"]] = rows["comm_s"]
+    others_s = np.where(rows["peer"] >= 0, comm_s[rows["iteration"], rows["peer"]], np.inf)
+    rows["comm_s"] = np.minimum(rows["comm_s"], others_s)
+    return rows
+
+
+def _source(_: PeerMethod, source: int, target: int) -> int:
+    return source
+
+
+def _reader(_: PeerMethod, source: int, target: int) -> int:
+    return target
+
+
+def _initiator(method: PeerMethod, source: int, target: int) -> int:
+    """Return the worker of a pair that does not share its weights: it reads the other's and writes the mean."""
+    return target if method.shares(source) else source
+
+
+# By transport whose times a trace has: the worker in whose row they are, and of how many transfers.
+KINDS: dict[str, tuple[Callable[[PeerMethod, int, int], int], int]] = {
+    "all-reduce": (_source, 1),
+    "average": (_source, 1),
+    "swap": (_source, 1),
+    "published": (_reader, 1),
+    "inbox": (_source, 1),
+    "pairs": (_initiator, 2),
+}
