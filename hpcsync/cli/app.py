@@ -79,7 +79,7 @@ def run(
     """Train a job on MPI ranks. Under mpirun, mpiexec or srun, this process is one of the ranks."""
     with user_errors_in_one_line():
         if under_launcher():
-            left_to_rank_0()  # before anything slow: a batch system may send a signal at any time
+            left_to_rank_0(starting=True)  # before anything slow: a batch system may send a signal at any time
             atexit.register(wait_until_read)
             from hpcsync.run_dir.progress_line import say
 

@@ -165,9 +165,9 @@ def _concluded(folder: Path, ended: launcher.Ended) -> tuple[int, bool]:
         return 0, False
     killed = ended.status not in (1, 2, TO_BE_RESUMED)
     if not (folder / layout.TRACE).exists():
-        if ended.signum is not None:
+        if ended.signum is not None or ended.status == TO_BE_RESUMED:
             print("hpcsync: interrupted before training began", file=sys.stderr)
-            return TO_BE_RESUMED if ended.signum == signal.SIGTERM else 1, False
+            return TO_BE_RESUMED if ended.signum in (None, signal.SIGTERM) else 1, False
         return 2 if ended.status == 2 else 1, killed
     if ended.status == TO_BE_RESUMED:
         return 1 if ended.signum == signal.SIGINT else TO_BE_RESUMED, False

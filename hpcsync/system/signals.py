@@ -17,6 +17,8 @@ HEARD = (signal.SIGINT, signal.SIGTERM, SAVING)
 
 LISTENING = "HPCSYNC_LISTENING"  # environment variable of ranks: file with rank 0's process id once it listens
 
+MPICH_PROXY = "hydra_pmi_proxy"
+
 TO_BE_RESUMED = 75  # exit status: EX_TEMPFAIL of sysexits.h
 
 _came: list[int] = []  # signals received before the listener of rank 0 exists
@@ -69,11 +71,17 @@ def ending_at_once() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def left_to_rank_0() -> Callable[[], None]:
+def left_to_rank_0(*, starting: bool = False) -> Callable[[], None]:
     """Let rank 0 handle the signals that a batch system sends to all ranks; this rank only notes them.
 
     Rank 0 handles them as soon as it has a listener. A second SIGTERM ends any rank: its time is over, or rank 0 has
     ended.
+
+    Parameters
+    ----------
+    starting
+        True while there is nothing to save. SIGTERM then ends a rank of MPICH's launcher at once. That launcher only
+        forwards the signal, where others also end the ranks, and unlike Slurm sends none when a rank has ended.
 
     Returns
     -------
@@ -89,10 +97,11 @@ def left_to_rank_0() -> Callable[[], None]:
         return lambda: None
 
     def note(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGTERM and number in _came:
+        if number == signal.SIGTERM and (ends or number in _came):
             os._exit(TO_BE_RESUMED)
         _came.append(number)
 
+    ends = starting and _parent() == MPICH_PROXY
     before = {number: signal.signal(number, note) for number in (signal.SIGTERM, SAVING)}
     atexit.register(signal.signal, signal.SIGTERM, signal.SIG_IGN)  # after that Python restores the default: to kill
 
@@ -101,6 +110,13 @@ def left_to_rank_0() -> Callable[[], None]:
         signal.signal(SAVING, signal.SIG_IGN)  # a late one must not kill a process that has finished its work
 
     return undo
+
+
+def _parent() -> str:
+    """Return the name of the process that has started this one."""
+    with suppress(OSError):
+        return Path(f"/proc/{os.getppid()}/comm").read_text().strip()
+    return ""
 
 
 def tell_listening() -> None:

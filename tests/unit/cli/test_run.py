@@ -200,7 +200,7 @@ def test_a_finished_trace_stays_finished(path: Path, ranks: Ranks) -> None:
     assert reader.load("o/trace.h5").status == "finished"
 
 
-@pytest.mark.parametrize(("status", "expected"), [(2, 2), (1, 1), (137, 1), (0, 1)])
+@pytest.mark.parametrize(("status", "expected"), [(2, 2), (1, 1), (137, 1), (0, 1), (75, 75)])
 def test_ranks_that_left_no_trace(path: Path, ranks: Ranks, status: int, expected: int) -> None:
     ranks.ended, ranks.status, ranks.summary = Ended(status), None, False
     assert run.run(path, [], None, Path("o")) == expected

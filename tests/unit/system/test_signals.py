@@ -49,6 +49,17 @@ def test_a_second_sigterm_ends_a_rank_to_be_resumed() -> None:
     assert ended(code, signal.SIGTERM, signal.SIGTERM) == (75, "")
 
 
+def test_sigterm_ends_a_rank_of_mpich_s_launcher_while_it_starts() -> None:
+    """Not one of another launcher; and a session takes over with handlers that note signals."""
+    mpich = "import hpcsync.system.signals as signals\nsignals.MPICH_PROXY = signals._parent()\n"
+    wait = "print('up', flush=True)\ninput()\nprint('alive')\n"
+    starting = "left_to_rank_0(starting=True)\n"
+    assert ended(mpich + starting + wait, signal.SIGUSR1) == (0, "alive")
+    assert ended(mpich + starting + wait, signal.SIGTERM) == (75, "")
+    assert ended(starting + wait, signal.SIGTERM) == (0, "alive")
+    assert ended(mpich + starting + "left_to_rank_0()\n" + wait, signal.SIGTERM) == (0, "alive")
+
+
 ENDING = """
 class Late:
     def __del__(self):  # once Python has given signals back
