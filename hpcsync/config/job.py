@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
@@ -493,7 +493,8 @@ def override(table: dict[str, Any], overrides: Sequence[str]) -> list[str]:
     """Apply ``KEY=VALUE`` overrides to the table of a job, in place.
 
     If an override changes the kind of a table, such as paradigm.name, the keys that the new kind does not have are
-    dropped, except those set by an override.
+    dropped, except those set by an override. With another paradigm these are also cluster.servers and
+    optimizer.async_lr_scale, where it excludes the file's value.
 
     Parameters
     ----------
@@ -521,6 +522,8 @@ def override(table: dict[str, Any], overrides: Sequence[str]) -> list[str]:
     for (path, key), union in zip(_KEYS_OF_KIND.items(), _UNIONS, strict=True):
         if (*path, key) in given and path not in given:
             lines += _without_foreign_keys(_at(table, path), path, key, kinds[path], union, given)
+    if any(key[0] == "paradigm" for key in given):
+        lines += _without_excluded_keys(table, given)
     return lines
 
 
@@ -547,6 +550,27 @@ def _without_foreign_keys(
         return []
     line = f"{'.'.join((*path, key))} changed from {before} to {now}: {', '.join(dropped)} dropped"
     return [line + (f"; {', '.join(kept)} kept" if kept else "")]
+
+
+def _without_excluded_keys(table: dict[str, Any], given: set[tuple[str, ...]]) -> list[str]:
+    """Drop the values of the file that the paradigm of an override excludes; return a line about them, if any."""
+    kind = _kind_of(table.get("paradigm"))
+    if kind is None:
+        return []
+    has_servers = kind.policy is not None
+    excluded: dict[tuple[str, str], Callable[[Any], bool]] = {
+        ("cluster", "servers"): lambda n: type(n) is int and (n > 0) != has_servers,
+        ("optimizer", "async_lr_scale"): lambda scale: (
+            scale != 1.0 and not (has_servers and kind.contribution == "gradient")
+        ),
+    }
+    dropped = []
+    for (name, key), is_excluded in excluded.items():
+        if {(name,), (name, key)} & given or (value := _at(table, (name, key))) is None or not is_excluded(value):
+            continue
+        del table[name][key]
+        dropped.append(f"{name}.{key}")
+    return [f"paradigm.name is {table['paradigm']['name']}: {', '.join(dropped)} dropped"] if dropped else []
 
 
 def _accepts(field: FieldInfo, value: Any) -> bool:

@@ -32,6 +32,7 @@ from hpcsync.report.summary import Summary
 LEAST_SEEDS = 3  # for an interval or a probability
 LEVEL = 0.95
 RESAMPLES = 10_000
+COLUMNS = 80  # of a terminal
 
 
 class Estimate(NamedTuple):
@@ -228,10 +229,15 @@ def _remarks(rows: Sequence[Row], targets: set[str | None], common: int, seeds: 
 
 
 def table(conditions: Sequence[Variants]) -> RenderableType:
-    """Return a table for each condition, with equal columns, that fits into 80 columns."""
+    """Return a table for each condition, with equal columns, that fits into 80 columns; if need be, without bytes."""
     names = column_names(conditions)
     cells = [[row_cells(row, variants, names[-1]) for row in variants.rows] for variants in conditions]
-    widths = [max(map(len, column)) for column in zip(names, *(row[1:] for rows in cells for row in rows), strict=True)]
+    widths = _widths(names, cells)
+    longest = max((len(word) for rows in cells for row in rows for word in row[0].split()), default=0)
+    if longest + sum(widths) + len(widths) > COLUMNS and "MB" in names:
+        at = 1 + names.index("MB")
+        names, cells = names[: at - 1] + names[at:], [[row[:at] + row[at + 1 :] for row in rows] for rows in cells]
+        widths = _widths(names, cells)
     parts: list[RenderableType] = []
     for variants, rows in zip(conditions, cells, strict=True):
         result = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim", expand=True)
@@ -246,6 +252,12 @@ def table(conditions: Sequence[Variants]) -> RenderableType:
     about = f"to target: {targets}, in s, with the 95 % interval; behind: the fastest, by seed"
     about += "; P: probability of being the fastest; wait: of the workers' time; stale: mean, in updates"
     return Group(*parts, Text(about, "dim"))
+
+
+def _widths(names: Sequence[str], cells: Sequence[Sequence[Sequence[str]]]) -> list[int]:
+    """Return the width of each column after that of the variant."""
+    rows = [row[1:] for of_condition in cells for row in of_condition]
+    return [max(map(len, column)) for column in zip(names, *rows, strict=True)]
 
 
 def column_names(conditions: Sequence[Variants]) -> tuple[str, ...]:

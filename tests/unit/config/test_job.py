@@ -251,6 +251,25 @@ def test_a_key_of_both_kinds_is_dropped_if_its_value_is_not_valid_any_more(path:
     ]
 
 
+@pytest.mark.parametrize("allreduce", ["paradigm=allreduce", 'paradigm={name="allreduce"}'])
+def test_another_paradigm_drops_what_it_excludes_of_the_file(path: Path, allreduce: str) -> None:
+    path.write_text(
+        TOML.replace("lr = ", 'async_lr_scale = "1/workers"\nlr = ').replace("[cluster]", "[cluster]\nservers = 2")
+    )
+    assert remarks(path, [allreduce])[-1] == (
+        "paradigm.name is allreduce: cluster.servers, optimizer.async_lr_scale dropped"
+    )
+    job = load(path, [allreduce])
+    assert (job.cluster.servers, job.optimizer.async_lr_scale) == (0, 1.0)
+    assert error(path, allreduce, "cluster.servers=2").startswith("cluster.servers = 2: must be 0")
+    message = error(path, allreduce, "optimizer.async_lr_scale=1/workers")
+    assert message.startswith('optimizer.async_lr_scale = "1/workers": must be 1.0 with')
+    kept = load(path, ["paradigm=bsp"])
+    assert (kept.cluster.servers, kept.optimizer.async_lr_scale) == (2, "1/workers")
+    path.write_text(TOML.replace('name = "dssp"', 'name = "local-sgd"').replace("[cluster]", "[cluster]\nservers = 0"))
+    assert load(path, ["paradigm=bsp"]).cluster.servers == 1
+
+
 def test_without_servers_all_ranks_are_workers(path: Path) -> None:
     allreduce = 'paradigm={name="allreduce"}'
     assert load(path, [allreduce]).cluster.servers == 0

@@ -111,6 +111,14 @@ def printed(found: variants.Variants) -> list[str]:
     return console.file.getvalue().splitlines()
 
 
+def test_a_long_option_is_whole_in_place_of_the_bytes() -> None:
+    short = {"asp": runs(9.25, 8.0, 9.0), "bsp": runs(3.0, 1.0, 2.0)}
+    assert "MB" in printed(compare(short))[0]
+    lines = printed(compare({"dssp staleness_min=3 staleness_max=15": runs(5.0, 4.0, 3.0), **short}))
+    assert any(line.startswith("staleness_max=15 ") for line in lines)
+    assert "MB" not in lines[0]
+
+
 def test_the_table_fits_into_80_columns() -> None:
     long = "dssp staleness_min=3 staleness_max=15 seconds=[0.02,0.02,0.02,0.04]"
     names = {long: runs(123.4, 125.4, 131.0), "asp": runs(99.25, 98.0, 91.0), "bsp": runs(None, 1.0, 2.0)}
