@@ -24,7 +24,7 @@ from hpcsync.core.roles import Roles
 from hpcsync.core.session import Session
 from hpcsync.paradigms import OPTIONS
 from hpcsync.paradigms.allreduce import AllReduceOptions
-from hpcsync.run_dir import layout, lock
+from hpcsync.run_dir import layout, lock, scalar_log
 from hpcsync.run_dir.checkpoint import Checkpoints, Resumed
 from hpcsync.run_dir.progress_line import say
 from hpcsync.state import StateError
@@ -97,6 +97,7 @@ def connect(
     on_death: str = "end",
     checkpoint: Mapping[str, Any] | None = None,
     resume: bool = False,
+    log: str | None = None,
     comm: MPI.Intracomm | None = None,
     **options: Any,
 ) -> Session:
@@ -182,6 +183,8 @@ def connect(
         Resume from the newest checkpoint in `out`, if there is one. Loaders continue after the samples already used,
         and the generators of Python, NumPy and torch are restored; the script restores any other state of its own. A
         single process cannot resume: it is an error if there is a checkpoint.
+    log : str, optional
+        Where rank 0 also logs the scalars of the run: "tensorboard", "wandb" or "mlflow"; not in a single process.
     comm : mpi4py.MPI.Intracomm, optional
         Ranks that take part; by default all.
     **options
@@ -237,6 +240,7 @@ def connect(
         comm, n_workers = None, OPTIONS[paradigm].least_workers if paradigm in OPTIONS else 1
         options, batches = _for_single_process(options, batches)
     else:
+        agree(comm, lambda: scalar_log.load(log, "log"))
         before = agree(comm, lambda: layout.going_on(out, resume))
         n_workers = comm.size - servers if before is None or before.job.needs_all else before.job.cluster.workers
     given = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
@@ -297,7 +301,7 @@ def connect(
     trained = {id(p) for p in parameters}
     if comm.rank == 0 and (n_left_out := sum(p.requires_grad and id(p) not in trained for p in model.parameters())):
         say(f"{n_left_out} trainable parameters are in no optimizer and keep their values")
-    session = join(arranged(comm, job.cluster), job, model, optimizers, evaluate, out, before, calibrate)
+    session = join(arranged(comm, job.cluster), job, model, optimizers, evaluate, out, before, calibrate, log)
     session.take_over()
     return session
 

@@ -62,9 +62,16 @@ def wandb(folder: Path, job: Job) -> tuple[Write, Close]:
     """Log to Weights & Biases, with the settings of its environment variables."""
     import wandb
 
+    before = _id_of(folder, "wandb")
     run = wandb.init(
-        project=f"hpcsync-{job.name}", name=folder.name, dir=folder.absolute(), config=tomllib.loads(job.to_toml())
+        project=f"hpcsync-{job.name}",
+        name=folder.name,
+        dir=folder.absolute(),
+        config=tomllib.loads(job.to_toml()),
+        id=before,
+        resume="allow" if before else None,
     )
+    _remember(folder, "wandb", run.id)
     run.define_metric("*", step_metric="update")
     return (
         lambda point: run.log({**point.scalars, "update": point.update, "time_s": point.now_s}),
@@ -77,7 +84,8 @@ def mlflow(folder: Path, job: Job) -> tuple[Write, Close]:
     import mlflow
 
     mlflow.set_experiment(f"hpcsync-{job.name}")
-    mlflow.start_run(run_name=folder.name)
+    run = mlflow.start_run(run_id=_id_of(folder, "mlflow"), run_name=folder.name)
+    _remember(folder, "mlflow", run.info.run_id)
     mlflow.log_text(job.to_toml(), "job.toml")
     return (
         lambda point: mlflow.log_metrics({**point.scalars, "time_s": point.now_s}, step=point.update),
@@ -85,26 +93,36 @@ def mlflow(folder: Path, job: Job) -> tuple[Write, Close]:
     )
 
 
+def _id_of(folder: Path, log: str) -> str | None:
+    """Return the identifier under which a log knows this run, if it was logged before it was resumed."""
+    file = folder / f"{log}.id"
+    return file.read_text(encoding="utf-8") if file.exists() else None
+
+
+def _remember(folder: Path, log: str, identifier: str) -> None:
+    (folder / f"{log}.id").write_text(identifier, encoding="utf-8")
+
+
 LOGS = {log.__name__: log for log in (tensorboard, wandb, mlflow)}  # by the name of their package and extra
 MODULES = {"tensorboard": "torch.utils.tensorboard"}  # else the package itself
 
 
-def check(name: str | None) -> None:
-    """Raise JobError unless there is a log of this name whose package is installed."""
+def check(name: str | None, option: str = "--log") -> None:
+    """Raise JobError unless there is a log of this name whose package is installed; `option` is for messages."""
     if name is not None and name not in LOGS:
-        raise JobError(f"--log {name}: must be one of {', '.join(LOGS)}")
+        raise JobError(f"{option} {name}: must be one of {', '.join(LOGS)}")
     if name is not None and find_spec(name) is None:
-        raise JobError(f"--log {name}: needs {name}, which is not installed: pip install 'hpcsync[{name}]'")
+        raise JobError(f"{option} {name}: needs {name}, which is not installed: pip install 'hpcsync[{name}]'")
 
 
-def load(name: str | None) -> None:
+def load(name: str | None, option: str = "--log") -> None:
     """Import the package of a log, which takes seconds, before the run begins. Raise JobError if that fails."""
-    check(name)
+    check(name, option)
     if name is not None:
         try:
             import_module(MODULES.get(name, name))
         except ImportError as error:
-            raise JobError(f"--log {name}: {name} cannot be imported: {error}") from None
+            raise JobError(f"{option} {name}: {name} cannot be imported: {error}") from None
 
 
 class ScalarLog:
@@ -150,7 +168,7 @@ class ScalarLog:
             close(self._status)
         except Exception as error:  # of a foreign package: of any type
             line = (str(error).splitlines() or [type(error).__name__])[0]
-            print(f"hpcsync: --log {self._name}: the log ends here, the run continues: {line}", file=sys.stderr)
+            print(f"hpcsync: log {self._name}: the log ends here, the run continues: {line}", file=sys.stderr)
 
 
 class Reports:

@@ -17,26 +17,40 @@ class Fake:
         self.points: list[tuple[dict[str, float], int, float]] = []
         self.ended: list[object] = []
         self.threads: set[str] = set()
+        self.begun: list[str | None] = []  # the run that is to be continued, of each begin
 
     def take(self, scalars: dict[str, float], update: int, now_s: float) -> None:
         self.threads.add(threading.current_thread().name)
         self.points.append((scalars, update, now_s))
 
+    def _begin(self, before: str | None) -> str:
+        self.begun.append(before)
+        return before or f"run {len(self.begun)}"
+
     def wandb(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def log(values: dict[str, float]) -> None:
             self.take({k: v for k, v in values.items() if "/" in k}, int(values["update"]), values["time_s"])
 
-        run = SimpleNamespace(
-            log=log, define_metric=lambda *_, **__: None, finish=lambda exit_code: self.ended.append(exit_code)
-        )
-        self._install(monkeypatch, "wandb", init=lambda **_: run)
+        def init(id: str | None, resume: str | None, **_: object) -> SimpleNamespace:
+            assert resume == ("allow" if id else None)
+            return SimpleNamespace(
+                id=self._begin(id),
+                log=log,
+                define_metric=lambda *_, **__: None,
+                finish=lambda exit_code: self.ended.append(exit_code),
+            )
+
+        self._install(monkeypatch, "wandb", init=init)
 
     def mlflow(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def log(values: dict[str, float], step: int) -> None:
             self.take({k: v for k, v in values.items() if "/" in k}, step, values["time_s"])
 
+        def start_run(run_id: str | None, run_name: str) -> SimpleNamespace:
+            return SimpleNamespace(info=SimpleNamespace(run_id=self._begin(run_id)))
+
         nothing = lambda *_, **__: None  # noqa: E731
-        functions = {"set_experiment": nothing, "start_run": nothing, "log_text": nothing}
+        functions = {"set_experiment": nothing, "start_run": start_run, "log_text": nothing}
         self._install(monkeypatch, "mlflow", log_metrics=log, end_run=self.ended.append, **functions)
 
     def tensorboard(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,6 +100,16 @@ def test_a_run_that_fails_says_so_to_its_log(tmp_path: Path, monkeypatch: pytest
     assert fake.ended == [1]
 
 
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_a_resumed_run_is_continued(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = Fake()
+    getattr(fake, name)(monkeypatch)
+    for folder in (tmp_path / "a", tmp_path / "a", tmp_path / "b"):
+        folder.mkdir(exist_ok=True)
+        ScalarLog(name, folder, make_job()).close("finished")
+    assert fake.begun == [None, "run 1", None]  # the third run is another one
+
+
 def test_a_log_that_fails_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -112,7 +122,7 @@ def test_a_log_that_fails_is_one_line(
         log.add("pushes", trace.tables["pushes"])  # neither raises nor waits, although the queue is full
     log.close("finished")
     log._thread.join(10)
-    assert capsys.readouterr().err == ("hpcsync: --log wandb: the log ends here, the run continues: division by zero\n")
+    assert capsys.readouterr().err == ("hpcsync: log wandb: the log ends here, the run continues: division by zero\n")
 
 
 def test_a_log_that_hangs_does_not_hold_up_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
