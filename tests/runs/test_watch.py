@@ -7,6 +7,8 @@ import json
 import os
 import pty
 import re
+import shlex
+import shutil
 import signal
 import struct
 import subprocess
@@ -16,8 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from hpcsync.run_dir.status_file import STATUS
+from hpcsync.run_dir.status_file import STATUS, replace
 from tests.runs.processes import ended, hpcsync, started
+from tests.unit.report.test_live import status as a_status
 
 pytestmark = pytest.mark.once
 
@@ -88,3 +91,39 @@ def test_another_process_watches_it_until_it_dies(job: Path, tmp_path: Path) -> 
     shown = ended(hpcsync("watch", out))
     assert shown.status == 1
     assert "failed" in shown.out
+
+
+@pytest.mark.skipif(shutil.which("tmux") is None, reason="no tmux")
+def test_a_thousand_workers_in_a_session_of_tmux(tmp_path: Path) -> None:
+    def write(**values: object) -> None:
+        status = a_status(1000, written_s=time.time(), **values)  # type: ignore[no-untyped-call]
+        replace(tmp_path / STATUS, status.model_dump_json())
+
+    environ = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+
+    def tmux(*argv: str) -> str:
+        command = ["tmux", "-f", "/dev/null", "-S", str(tmp_path / "tmux"), *argv]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=LIMIT_S, env=environ).stdout
+
+    def seen(words: str) -> list[str]:
+        deadline_s = time.monotonic() + LIMIT_S
+        while words not in (screen := tmux("capture-pane", "-p", "-S", "-5")):
+            assert time.monotonic() < deadline_s, screen
+            time.sleep(0.2)
+        return screen.splitlines()
+
+    write(accuracy=0.5)
+    command = f"{shlex.join(map(str, hpcsync('watch', tmp_path)))}; echo ended with $?; exec sleep 100"
+    tmux("new-session", "-d", "-x", "90", "-y", "30", command)
+    try:
+        lines = seen("accuracy 0.5000")
+        assert re.match(r"digits +dssp, 1 server, 1000 workers +running", lines[0])
+        workers = [line.split()[0] for line in lines if "computing" in line]
+        assert workers == [str(worker) for worker in range(len(workers))] and len(workers) > 20  # the slowest first
+        assert any(re.match(rf"and {1000 - len(workers)} faster workers: iteration", line) for line in lines)
+        write(accuracy=0.75)
+        assert sum("1000 workers" in line for line in seen("accuracy 0.7500")) == 1  # in place, not below
+        write(accuracy=0.875, status="failed")
+        assert any("failed" in line for line in seen("ended with 1"))
+    finally:
+        tmux("kill-server")
