@@ -356,7 +356,8 @@ def explain(
 @app.command("export")
 def export_(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Trace files, or folders of runs.", show_default=False)
+        list[Path],
+        typer.Argument(metavar="RUN...", help="Traces, or folders with the traces of runs.", show_default=False),
     ],
     out: Annotated[
         Path,

@@ -7,6 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from hpcsync.cli import finished_runs
 from hpcsync.config.errors import JobError
 
 SUFFIXES = {"perfetto": (".pftrace", ".perfetto-trace"), "csv": (".csv",), "parquet": (".parquet", "")}
@@ -20,7 +21,7 @@ def main(runs: Sequence[Path], out: Path, kind: str | None) -> int:
     Parameters
     ----------
     runs
-        Trace files, or folders of runs.
+        Traces, or folders with the traces of runs.
     out
         File to create or replace; for parquet a folder.
     kind
@@ -33,7 +34,7 @@ def main(runs: Sequence[Path], out: Path, kind: str | None) -> int:
     """
     from hpcsync.trace.reader import TraceError
 
-    kind = kind_of(out, kind)
+    kind, runs = kind_of(out, kind), finished_runs.traces(runs)
     if kind != "perfetto" and len(runs) > 1:
         raise JobError(f"--format {kind}: takes one RUN; {len(runs)} were given. Only perfetto takes several")
     module = module_of(kind)

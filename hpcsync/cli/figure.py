@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from hpcsync import figures
+from hpcsync.config.errors import JobError
 
 HELP = (
     "Draw a figure of one or more traces.\n\nThe files are PNG, SVG, and the data as CSV.\n\n\b\nFigures:\n"
@@ -24,7 +25,7 @@ def command(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="Name of the figure.", show_default=False)] = None,
     runs: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="RUN...", help="Trace files, or folders of runs.", show_default=False),
+        typer.Argument(metavar="RUN...", help="Traces, or folders with the traces of runs.", show_default=False),
     ] = None,
     out: Annotated[
         Path | None,
@@ -72,13 +73,16 @@ def main(
     width: float | None = None,
 ) -> int:
     """Draw a figure, write its files and print their names; return the exit status."""
+    from hpcsync.cli import finished_runs
     from hpcsync.trace.reader import TraceError
 
     try:
         _check(name, runs, out)
         assert name is not None
         window = {"from_s": from_s, "to_s": to_s}
-        drawings = figures.draw(name, figures.open_traces(runs), width=width, workers=workers, **window)
+        drawings = figures.draw(
+            name, figures.open_traces(finished_runs.traces(runs)), width=width, workers=workers, **window
+        )
         path = Path("figures") / name if out is None else out / name if out.is_dir() else out
         from hpcsync.figures.plotting import write
 
@@ -86,7 +90,7 @@ def main(
             for note in drawing.notes:
                 print(note)
             print(*write(drawing, path), sep=", ")
-    except (figures.FigureError, TraceError) as error:
+    except (figures.FigureError, TraceError, JobError) as error:
         return _refused(str(error))
     except OSError as error:
         return _refused(f"{error.filename or out}: {error.strerror or error}")

@@ -43,10 +43,12 @@ def test_the_suffix_tells_the_format(run: Path) -> None:
     assert hpcsync("export", run / "trace.h5", "-o", "tables", "--format", "parquet").stdout.endswith("11 tables\n")
     assert hpcsync("export", run, "-o", "tables", "--format", "parquet").exit_code == 0  # replaced
     assert Path("tables/pushes.parquet").stat().st_size
+    assert hpcsync("export", run.parent, "-o", "a.csv").exit_code == 0  # the folder with the run
 
 
 def test_refusals(run: Path) -> None:
     trace = run / "trace.h5"
+    Path("empty").mkdir()
     before = trace.read_bytes()
     assert refused(run, "-o", trace) == (
         f"{trace}: must end in .pftrace or .perfetto-trace (Perfetto) or .csv, or --format be one of perfetto, csv, "
@@ -57,6 +59,7 @@ def test_refusals(run: Path) -> None:
     assert "must be a folder" in refused(run, "-o", trace, "--format", "parquet")
     assert trace.read_bytes() == before
     assert "takes one RUN; 2 were given" in refused(run, run, "-o", "a.csv")
+    assert refused("empty", "-o", "a.csv").startswith("empty: must be a trace, or a folder with the traces of runs")
     assert refused("absent", "-o", "a.csv").startswith("absent: no such file")
     if importlib.util.find_spec("perfetto"):
         assert refused(run, run, "-o", "a.pftrace").endswith("given twice\n")

@@ -533,6 +533,7 @@ def test_bad_input_is_one_line_that_names_the_file(script, tmp_path, monkeypatch
     assert refused(script, "notes.txt") == "notes.txt: not a trace (not an HDF5 file)\n"
     assert refused(script, run, run / "trace.h5") == f"{run}/trace.h5: given twice\n"
     assert refused(script, "rows.h5").startswith("rows.h5: nothing to draw")
+    assert refused(script, tmp_path, run).endswith(f"{run}/trace.h5: given twice\n")  # of a folder with runs
     assert not (tmp_path / "figures").exists()
 
 
