@@ -12,9 +12,8 @@ import torch
 
 from hpcsync.config.job import Job
 from hpcsync.core.iterations import Iterations
-from hpcsync.core.problem_report import ProblemReport
 from hpcsync.core.session import Asked, Session
-from hpcsync.core.step_checks import StepChecks
+from hpcsync.core.step_problems import ProblemReport, StepChecks
 from hpcsync.paradigms.records import PushInfo
 from hpcsync.training.buffers import Buffers, Calibrate
 from hpcsync.training.lr_schedule import EvaluationSchedule, learning_rate

@@ -19,9 +19,8 @@ from mpi4py import MPI
 
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
-from hpcsync.core.problem_report import WRONG
 from hpcsync.core.session import Session
-from hpcsync.core.step_checks import StepChecks, problem_of_job
+from hpcsync.core.step_problems import WRONG, StepChecks, loss_check
 from hpcsync.mpi.collectives.model_parts import Layers
 from hpcsync.mpi.transport.ulfm import RankFailed, leave_with, survivors, tolerable
 from hpcsync.mpi.transport.window_selection import WindowSelection
@@ -129,6 +128,7 @@ class RankSession(Session):
         self.flat.model = layers.model  # the forward pass calls the whole model
         self._buffers = Buffers(layers.model, job.evaluation.buffers)
         self._checks: StepChecks | None = None  # of a worker that runs a script
+        self._problem_of = loss_check(job)  # of a worker of a job
         self._problem = Problem.NONE  # the worst since the last push
         self._stepped = False
         super().__init__(rank=comm.rank, n_workers=job.cluster.workers)
@@ -214,7 +214,7 @@ class RankSession(Session):
         """Note what is wrong with the step under way, whose gradient has been gathered."""
         self._stepped = True
         if self._checks is None:
-            found = problem_of_job(self._job, loss)
+            found = self._problem_of(loss)
         else:
             found = self._checks.problem(losses, self.flat.gradient)
         self._problem = max(self._problem, Problem.SKIPPED if self._skips else found)

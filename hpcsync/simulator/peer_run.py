@@ -18,10 +18,9 @@ from hpcsync.core.coordinator import Recorder
 from hpcsync.core.device_speed import Device, update_s
 from hpcsync.core.peer_coordinator import PeerCoordinator
 from hpcsync.core.peer_machine import PeerMachine, create_method
-from hpcsync.core.problem_report import ProblemReport
-from hpcsync.core.step_checks import problem_of_job
+from hpcsync.core.step_problems import ProblemReport, loss_check
 from hpcsync.paradigms.peer_method import PENDING, Actions, ExchangeResult, Transport
-from hpcsync.paradigms.records import Problem, StepInfo
+from hpcsync.paradigms.records import StepInfo
 from hpcsync.simulator.peer_numerics import NullNumerics, Numerics, Replicas
 from hpcsync.simulator.peer_transfers import Workers
 from hpcsync.training.lr_schedule import EvaluationSchedule
@@ -115,7 +114,7 @@ class PeerSimulation(Transport, ABC):
         ]
         every_samples = job.evaluation.every_samples if self._evaluated and not method.synchronous else 0
         self._evaluations = EvaluationSchedule(every_samples)
-        self._look_at = ProblemReport(job.stop.on_nan).see
+        self._problem_of, self._look_at = loss_check(job), ProblemReport(job.stop.on_nan).see
         self._update_s = update_s(job, workers.links.size_bytes)  # of all weights
         self._asynchronous = not method.synchronous  # then a worker hears at once that the run is over
         self._evaluating = False  # while an evaluation that takes time is under way
@@ -223,7 +222,7 @@ class PeerSimulation(Transport, ABC):
         compute_s, waited_s = self._spent(worker)
         begin_s, end_s, exchange_s = state.begin_s, state.end_s, state.exchange_s
         wait_s, comm_s = waited_s + (exchange_s - end_s), now_s - exchange_s
-        problem = Problem.NONE if math.isfinite(state.loss) else problem_of_job(self._job, state.loss)
+        problem = self._problem_of(state.loss)
         step_info = state.machine.step_info(
             result, begin_s, end_s, compute_s, wait_s, comm_s, state.n_samples, state.loss, problem=problem
         )

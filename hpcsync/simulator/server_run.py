@@ -24,11 +24,9 @@ from hpcsync.core.coordinator import (
     coordinate,
 )
 from hpcsync.core.device_speed import Device, encode_s, update_s
-from hpcsync.core.problem_report import ProblemReport
-from hpcsync.core.step_checks import problem_of_job
+from hpcsync.core.step_problems import ProblemReport, loss_check
 from hpcsync.core.worker_machine import WorkerMachine
 from hpcsync.paradigms import Elapsed, Grant, Paradigm
-from hpcsync.paradigms.records import Problem
 from hpcsync.simulator.cluster import SimulatedCluster
 from hpcsync.simulator.gradients import Work
 from hpcsync.simulator.server_numerics import numerics
@@ -120,7 +118,7 @@ class ServerSimulation:
             for worker, device in enumerate(cluster.devices)
         ]
         self._numerics = numerics(job, workload)
-        self._look_at = ProblemReport(job.stop.on_nan).see
+        self._problem_of, self._look_at = loss_check(job), ProblemReport(job.stop.on_nan).see
         self._evaluated = workload.evaluate is not None
         self._evaluations = EvaluationSchedule(job.evaluation.every_samples if self._evaluated else 0)
         self._evaluating = False  # while an evaluation that takes time is under way
@@ -265,7 +263,7 @@ class ServerSimulation:
         """Handle a push at the server."""
         now_s, state = self._loop.now_s, self._workers[worker]
         encode_s, duration_s = state.sent_s - state.end_s, put_s - state.sent_s
-        problem = Problem.NONE if math.isfinite(state.loss) else problem_of_job(self._job, state.loss)
+        problem = self._problem_of(state.loss)
         push_info = state.machine.delivered(state.loss, encode_s, duration_s, state.wire_bytes, problem=problem)
         self._look_at(push_info)
         state.machine.waits(put_s)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hpcsync.core.peer_coordinator import PeerCoordinator
-from hpcsync.core.problem_report import ProblemReport
+from hpcsync.core.step_problems import ProblemReport
 from hpcsync.mpi.collectives.model_parts import Read
 from hpcsync.mpi.peer.monitor import Monitor
 from hpcsync.mpi.peer.session import PeerSession

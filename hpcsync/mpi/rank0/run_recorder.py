@@ -19,7 +19,7 @@ from hpcsync.config.job import Job
 from hpcsync.core.assignments import decision_fields
 from hpcsync.core.coordinator import Coordinator
 from hpcsync.core.peer_coordinator import PeerCoordinator
-from hpcsync.core.problem_report import unequal_steps
+from hpcsync.core.step_problems import unequal_steps
 from hpcsync.mpi.rank0.checkpointing import Checkpointer
 from hpcsync.mpi.rank0.evaluator import Evaluator, Read
 from hpcsync.mpi.rank0.straggler_report import StragglerReport

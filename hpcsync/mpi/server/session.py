@@ -16,9 +16,9 @@ from hpcsync.config.errors import JobError
 from hpcsync.core.assignments import create_assignments, create_paradigm
 from hpcsync.core.coordinator import coordinate
 from hpcsync.core.iterations import Iterations
-from hpcsync.core.problem_report import ProblemReport
 from hpcsync.core.roles import Roles
 from hpcsync.core.session import Asked
+from hpcsync.core.step_problems import ProblemReport
 from hpcsync.mpi.collectives.model_parts import Layers
 from hpcsync.mpi.rank0.run_recorder import RunRecorder
 from hpcsync.mpi.server.channel import Reader, ServerChannel

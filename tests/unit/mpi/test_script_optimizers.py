@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 import hpcsync
 from hpcsync.audit.trace_audit import audit
 from hpcsync.config.errors import JobError
-from hpcsync.core.problem_report import ProblemReport
+from hpcsync.core.step_problems import ProblemReport
 from hpcsync.paradigms.records import Problem, PushInfo
 from hpcsync.trace.reader import load
 from hpcsync.training import script_optimizers

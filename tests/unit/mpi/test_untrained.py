@@ -11,7 +11,7 @@ import torch
 import hpcsync
 from hpcsync.audit.trace_audit import audit
 from hpcsync.config.errors import JobError
-from hpcsync.core.problem_report import NOT_FINITE, WRONG
+from hpcsync.core.step_problems import NOT_FINITE, WRONG
 from hpcsync.mpi.transport.thread_ranks import run
 from hpcsync.paradigms.records import Problem
 from hpcsync.system import garbage

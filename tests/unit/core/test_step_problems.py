@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hpcsync.core.step_checks import StepChecks, problem_of_job
+from hpcsync.core.step_problems import StepChecks, loss_check
 from hpcsync.paradigms.records import Problem
 from hpcsync.training.flat_model import FlatModel
 from tests.unit.jobs import make_job
@@ -118,6 +118,6 @@ def test_numbers_that_are_not_finite(losses, gradient, found):
 
 
 def test_the_loss_of_a_job():
-    assert problem_of_job(make_job(), 0.5) == Problem.NONE
-    assert problem_of_job(make_job(), math.nan) == Problem.LOSS_NOT_FINITE
-    assert problem_of_job(make_job(workload={"name": "timing"}), math.nan) == Problem.NONE
+    assert loss_check(make_job())(0.5) == Problem.NONE
+    assert loss_check(make_job())(math.nan) == Problem.LOSS_NOT_FINITE
+    assert loss_check(make_job(workload={"name": "timing"}))(math.nan) == Problem.NONE

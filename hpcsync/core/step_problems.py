@@ -1,0 +1,173 @@
+"""What may be wrong with a step (no gradient, numbers that are not finite, another model), and what is said of it."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from itertools import chain
+
+import torch
+
+from hpcsync.config.errors import JobError
+from hpcsync.config.job import Job, Script
+from hpcsync.config.workloads import Timing
+from hpcsync.paradigms.records import Problem, PushInfo, StepInfo
+from hpcsync.training.flat_model import FlatModel
+
+NOT_FINITE = {
+    Problem.LOSS_NOT_FINITE: "the loss is not finite",
+    Problem.GRADIENT_NOT_FINITE: "the gradient is not finite",
+}
+WRONG = {
+    Problem.NO_GRADIENT: "step without a gradient: no backward pass has computed one since the last step",
+    Problem.MODEL_CHANGED: "the model or the optimizer has changed since connect: parameters were moved, cast, "
+    "replaced or added",
+}
+UNEVEN = 0.05  # part of the steps by which workers may differ without a word
+
+
+class StepChecks:
+    """Checks of every step of a script.
+
+    Parameters
+    ----------
+    model
+        Its model.
+    optimizers
+        Its optimizers.
+    flat
+        Flat view of the parameters that are trained; None for a process that trains alone.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], flat: FlatModel | None = None
+    ) -> None:
+        self._model, self._optimizers, self._flat = model, optimizers, flat
+        self._connected = self._parameters()
+        self._in_groups = self._groups()
+        self._n_checked = 0
+        self._computed = False  # whether a gradient has been computed since the last step
+        trained = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+        require = [p.requires_grad for p in trained]
+        for parameter in trained:  # frozen ones may be trained later
+            parameter.requires_grad_(True)
+        self._hook = torch.autograd.graph.register_multi_grad_hook(trained, self._on_gradient, mode="any")
+        for parameter, required in zip(trained, require, strict=True):
+            parameter.requires_grad_(required)
+
+    def _on_gradient(self, gradient: torch.Tensor) -> None:
+        self._computed = True
+
+    def problem(self, losses: Sequence[float], gradient: torch.Tensor) -> Problem:
+        """Return what is wrong with the step under way.
+
+        Parameters
+        ----------
+        losses
+            Losses recorded for it.
+        gradient
+            Its flat gradient, which is looked at only if there are none.
+        """
+        computed, self._computed = self._computed, False
+        if self.model_changed():
+            return Problem.MODEL_CHANGED
+        if not computed:
+            return Problem.NO_GRADIENT
+        if losses:
+            return Problem.NONE if all(map(math.isfinite, losses)) else Problem.LOSS_NOT_FINITE
+        return Problem.NONE if bool(torch.isfinite(gradient).all()) else Problem.GRADIENT_NOT_FINITE
+
+    def model_changed(self) -> bool:
+        """Return True if the model has other parameters than at the begin, or they have been moved or cast.
+
+        Whether it has other parameters takes a pass over all of its modules, in step 1, 2, 3, 5, 9, ... and at the end.
+        """
+        n, self._n_checked = self._n_checked, self._n_checked + 1
+        if self._groups() != self._in_groups or (n & (n - 1) == 0 and self._parameters() != self._connected):
+            return True
+        return self._flat is not None and self._flat.is_detached()
+
+    def ended(self) -> bool:
+        """Remove the hook; return True if the model has changed."""
+        self._hook.remove()
+        self._n_checked = 0
+        return self.model_changed()
+
+    def _parameters(self) -> list[int]:
+        return [id(p) for p in self._model.parameters()]
+
+    def _groups(self) -> list[int]:
+        groups = chain.from_iterable(optimizer.param_groups for optimizer in self._optimizers)
+        return [len(group["params"]) for group in groups]
+
+
+def loss_check(job: Job) -> Callable[[float], Problem]:
+    """Return what tells from its loss what is wrong with a step, in a job whose workload is trained by hpcsync.
+
+    Without arithmetic there is no loss, nor on convolution workers under layer separation.
+    """
+    if isinstance(job.workload, Timing) or job.paradigm.separates_layers:
+        return lambda loss: Problem.NONE
+    return lambda loss: Problem.NONE if math.isfinite(loss) else Problem.LOSS_NOT_FINITE
+
+
+class ProblemReport:
+    """Lines about problems, each kind once.
+
+    Parameters
+    ----------
+    on_nan
+        "stop" to end the run when a loss or a gradient is not finite, "warn" to go on.
+    """
+
+    def __init__(self, on_nan: str) -> None:
+        self._stops = on_nan == "stop"
+        self._said: set[Problem] = set()
+
+    def see(self, info: PushInfo | StepInfo) -> None:
+        """Look at a step.
+
+        Raises
+        ------
+        JobError
+            If the run must end.
+        """
+        if info.problem <= Problem.SKIPPED:
+            return
+        problem = Problem(info.problem)
+        line = describe(info, problem)
+        if problem in WRONG or self._stops:
+            raise JobError(line)
+        if problem not in self._said:
+            self._said.add(problem)
+            print(f'hpcsync: {line}; stop.on_nan = "stop" would end the run', file=sys.stderr, flush=True)
+
+
+def describe(info: PushInfo | StepInfo, problem: Problem) -> str:
+    """Return the problem in words, with its worker, iteration and, on servers, version."""
+    version = f", version {info.version_read}" if isinstance(info, PushInfo) else ""
+    return f"worker {info.worker}, iteration {info.iteration}{version}: {({**NOT_FINITE, **WRONG})[problem]}"
+
+
+def unequal_steps(job: Job, done: Sequence[int]) -> str:
+    """Return a line if the loops of a script made no step, or different numbers of steps; "" if that is as it should.
+
+    Different numbers are where the paradigm bounds no worker's lead, or the job itself lets workers leave or allocates
+    their batches, and for differences of a step or 5 %, as of data that do not divide evenly.
+
+    Parameters
+    ----------
+    done
+        Iterations (pushes) of each worker.
+    """
+    expected = math.isinf(job.paradigm.lead_bound) or job.cluster.events or job.batches.policy != "equal"
+    fewest, most = min(done), max(done)
+    if isinstance(job.workload, Script) and most == 0:
+        return "no worker has made a step: nothing was trained (was sync.step or optimizer.step never called?)"
+    if not isinstance(job.workload, Script) or expected or most - fewest <= max(1, UNEVEN * most):
+        return ""
+    who = ", ".join(str(worker) for worker, n in enumerate(done) if n == fewest)
+    workers = f"workers {who}" if "," in who else f"worker {who}"
+    since = f"the updates from step {fewest + 1} on are without {who}"
+    return f"{workers} made {fewest} steps, others up to {most}: {since}"
