@@ -123,6 +123,8 @@ class Coordinator(Stateful):
         Whether computing workers are sent a cancel command when the run ends, so that they push early.
     of_own_rates
         Whether `lr` is a factor of the rates that scripts state with their pushes.
+    stalls
+        Detector of stragglers; by default a new one.
 
     Notes
     -----
@@ -165,6 +167,7 @@ class Coordinator(Stateful):
         assignments: Assignments | None = None,
         cuts_short: bool = False,
         of_own_rates: bool = False,
+        stalls: StragglerDetector | None = None,
     ) -> None:
         self.version = 0
         self.samples = 0
@@ -196,7 +199,7 @@ class Coordinator(Stateful):
         self._of_own_rates = of_own_rates
         self._computing = set(range(n_workers))
         self._left_since: set[int] = set()  # workers that have left since the latest update
-        self.stalls = StragglerDetector()
+        self.stalls = stalls or StragglerDetector()
 
     def pushed(self, now_s: float, push_info: PushInfo) -> list[Command]:
         """Process a push: the worker's contribution is in its slot."""
@@ -466,7 +469,7 @@ def own_rate(infos: Sequence[PushInfo | StepInfo]) -> float:
     return rates[0] if len(set(rates)) == 1 else sum(rates) / len(rates)
 
 
-def coordinate(job: Job, paradigm: Paradigm, trace: Recorder) -> Coordinator:
+def coordinate(job: Job, paradigm: Paradigm, trace: Recorder, stalls: StragglerDetector | None = None) -> Coordinator:
     """Create the coordinator of a run of this job, with a new paradigm of the job."""
     return Coordinator(
         paradigm,
@@ -478,6 +481,7 @@ def coordinate(job: Job, paradigm: Paradigm, trace: Recorder) -> Coordinator:
         assignments=create_assignments(job),
         cuts_short=job.commits,
         of_own_rates=isinstance(job.workload, Script) and not job.steps_on_workers,
+        stalls=stalls,
     )
 
 

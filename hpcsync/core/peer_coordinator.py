@@ -192,6 +192,8 @@ class PeerCoordinator(Stateful):
         The job.
     trace
         Receives the rows.
+    stalls
+        Detector of stragglers; by default a new one.
 
     Attributes
     ----------
@@ -226,7 +228,7 @@ class PeerCoordinator(Stateful):
         "_seq": int,
     }
 
-    def __init__(self, job: Job, trace: Recorder) -> None:
+    def __init__(self, job: Job, trace: Recorder, stalls: StragglerDetector | None = None) -> None:
         n_workers = job.cluster.workers
         self.version = 0
         self.samples = 0
@@ -236,12 +238,13 @@ class PeerCoordinator(Stateful):
         self.stopping = False
         self.active = set(range(n_workers))
         self.done = [0] * n_workers
-        self.stalls = StragglerDetector()
+        self.stalls = stalls or StragglerDetector()
         self._trace = trace
         self._stop = job.stop
         self._n_workers = n_workers
         self._lr, self._rate = learning_rate(job), worker_rate(job)
         self._one_model = job.one_model
+        self._of_own_rates = isinstance(job.workload, Script)
         # Under layer separation the convolution workers take the batches, and the others, which process them too, have
         # the loss.
         self._counting = job.takers
@@ -266,8 +269,7 @@ class PeerCoordinator(Stateful):
             if len(infos) >= len(self.active):  # otherwise a step info is missing
                 self._end_rounds(now_s)
         else:
-            lr = self._rate(self._own_samples[r.worker], r.iteration - 1)
-            self._update(now_s, lr * own_rate([r]), [r])
+            self._update(now_s, self._rate(self._own_samples[r.worker], r.iteration - 1), [r])
         if not self.stopping:
             self.stalls.began(r.worker, r.iteration + 1, now_s)
 
@@ -324,10 +326,12 @@ class PeerCoordinator(Stateful):
         for iteration in sorted(self._round):
             if all(self.done[worker] >= iteration for worker in self.active):
                 infos = [info for info in self._round.pop(iteration) if info.worker in self._counting]
-                lr = self._lr(self.samples, self.version, self._n_workers) * own_rate(infos)
-                self._update(now_s, lr, infos)
+                self._update(now_s, self._lr(self.samples, self.version, self._n_workers), infos)
 
     def _update(self, now_s: float, lr: float, counted: Sequence[StepInfo]) -> None:
+        """Record an update; with a script's optimizers `lr` is a factor of their rates."""
+        if self._of_own_rates:
+            lr *= own_rate(counted)
         self.version += 1
         self.updated_s = now_s
         for step_info in counted:

@@ -163,3 +163,13 @@ class StragglerDetector(Stateful):
         assert running.deadline_s is not None
         usual_s = running.size * median(self._durations[worker])
         return Straggler(worker, running.number, lasted_s, running.deadline_s, usual_s)
+
+
+class NoDetector(StragglerDetector):
+    """Detector of a simulated run, in which nothing is overdue: it notes nothing."""
+
+    def began(self, worker: int, iteration: int, now_s: float, size: float = 1.0) -> None:
+        """Do nothing."""
+
+    def ended(self, worker: int, now_s: float, waited_s: float = 0.0) -> None:
+        """Do nothing."""

@@ -7,8 +7,9 @@ from hpcsync.core.coordinator import Recorder
 from hpcsync.core.peer_machine import create_method
 from hpcsync.simulator.gossip import PullSimulation, PushSimulation
 from hpcsync.simulator.pairs import PairSimulation
-from hpcsync.simulator.peer_run import PeerSimulation, Watch
+from hpcsync.simulator.peer_run import PeerSimulation
 from hpcsync.simulator.peer_transfers import Workers
+from hpcsync.simulator.run import Watch
 from hpcsync.simulator.stanza import StanzaSimulation
 from hpcsync.simulator.sync_peers import AllReduceSimulation, AveragingSimulation, PermutationSimulation
 from hpcsync.workloads.registry import Workload

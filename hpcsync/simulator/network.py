@@ -116,6 +116,13 @@ class _Link:
         flow.bottleneck, flow.finish = self, finish
         heappush(self.finishes, (finish, flow.number))
 
+    def begin_anew(self, flow: _Flow, now_s: float) -> None:
+        """Make this link, without other flows, the bottleneck of a flow that has just begun."""
+        self.clock, self.since_s, self.level = 0.0, now_s, self.capacity
+        self.own[flow.number] = flow
+        self.finishes = [(flow.finish, flow.number)]
+        flow.bottleneck = self
+
     def disown_flow(self, flow: _Flow) -> None:
         """Make this link no longer the bottleneck of one of its flows."""
         del self.own[flow.number]
@@ -221,15 +228,16 @@ class SharedLinks:
         links = up, down = _unshared(up), _unshared(down)
         flow = _Flow(self._begun, links, size_bytes, then, args)
         self._begun += 1
+        if up.n_flows == down.n_flows == 0:
+            self._begin_alone(flow)
+            return
         for link in links:
             link.n_flows += 1
             link.others[flow.number] = flow
             if link.alone is not None:
                 self._share(link.alone)
         busy, quiet = (up, down) if up.n_flows > down.n_flows else (down, up)
-        if busy.n_flows == 1:
-            self._begin_alone(flow)
-        elif quiet.n_flows == 1 and busy.fair <= quiet.capacity and self._slows_all(busy, len(busy.own) + 1):
+        if quiet.n_flows == 1 and busy.fair <= quiet.capacity and self._slows_all(busy, len(busy.own) + 1):
             busy.set_level(busy.fair, self.loop.now_s)
             busy.own_flow(flow, busy.clock_at(self.loop.now_s) + size_bytes)
             busy.narrowest = min(busy.narrowest, quiet.capacity)
@@ -238,18 +246,22 @@ class SharedLinks:
             self._flows_change(flow)
 
     def _begin_alone(self, flow: _Flow) -> None:
-        narrow = min(flow.links, key=lambda link: link.capacity)
-        narrow.set_level(narrow.capacity, self.loop.now_s)
-        narrow.own_flow(flow, flow.finish)
-        for link in flow.links:
-            link.alone = flow
-        self.loop.at(narrow.first()[0], self._end_alone, flow)
+        """Begin a flow on two links without flows."""
+        up, down = flow.links
+        narrow, wide = (up, down) if up.capacity <= down.capacity else (down, up)
+        up.n_flows = down.n_flows = 1
+        up.alone = down.alone = flow
+        wide.others[flow.number] = flow
+        narrow.begin_anew(flow, self.loop.now_s)
+        self.loop.at(narrow.since_s + flow.finish / narrow.level, self._end_alone, flow)
 
     def _end_alone(self, flow: _Flow) -> None:
-        if flow.links[0].alone is flow:  # otherwise it shares links now
-            for link in flow.links:
-                link.alone = None
-                link.remove(flow)
+        up, down = flow.links
+        if up.alone is flow:  # otherwise it shares links now
+            narrow, wide = (up, down) if flow.bottleneck is up else (down, up)
+            up.n_flows = down.n_flows = 0
+            up.alone = down.alone = None
+            del narrow.own[flow.number], wide.others[flow.number]
             flow.then(*flow.args)
 
     def _share(self, flow: _Flow) -> None:

@@ -9,49 +9,55 @@ the same `PeerCoordinator`, which receives all information without delay.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from hpcsync.config.job import Job, Script
+from hpcsync.config.job import Job
 from hpcsync.core.coordinator import Recorder
 from hpcsync.core.device_speed import Device, update_s
 from hpcsync.core.peer_coordinator import PeerCoordinator
 from hpcsync.core.peer_machine import PeerMachine, create_method
-from hpcsync.core.step_problems import ProblemReport, loss_check
+from hpcsync.core.straggler_detector import NoDetector
 from hpcsync.paradigms.peer_method import PENDING, Actions, ExchangeResult, Transport
 from hpcsync.paradigms.records import StepInfo
 from hpcsync.simulator.peer_numerics import NullNumerics, Numerics, Replicas
 from hpcsync.simulator.peer_transfers import Workers
-from hpcsync.training.lr_schedule import EvaluationSchedule
+from hpcsync.simulator.run import Judged, Simulation, Watch
 from hpcsync.workloads.registry import Workload
 
-Watch = Callable[[float, PeerCoordinator], None]
-Judged = tuple[float, int, int, float, float, float]
 
-
+@dataclass(slots=True)
 class _PeerWorker:
     """State of a worker's event chain.
 
     Attributes
     ----------
+    step_s
+        Seconds of each step.
     begin_s, end_s, n_samples, loss
         Of the computation in progress, or the latest one.
+    compute_s, waited_s
+        Seconds of it in which the worker computed, and waited.
     exchange_s
         Begin of the exchange that followed: until then the worker has waited for others.
     actions
         The rest of the iteration.
     """
 
-    __slots__ = ("actions", "begin_s", "device", "end_s", "exchange_s", "has_left", "loss", "machine", "n_samples")
-
-    def __init__(self, device: Device, machine: PeerMachine) -> None:
-        self.device, self.machine = device, machine
-        self.has_left = False
-        self.n_samples = 0
-        self.begin_s = self.end_s = self.exchange_s = 0.0
-        self.loss = math.nan
-        self.actions: Actions
+    device: Device
+    machine: PeerMachine
+    step_s: float
+    has_left: bool = False
+    n_samples: int = 0
+    begin_s: float = 0.0
+    end_s: float = 0.0
+    compute_s: float = 0.0
+    waited_s: float = 0.0
+    exchange_s: float = 0.0
+    loss: float = math.nan
+    actions: Actions = field(init=False)
 
 
 def _carry_on(actions: Actions, value: Any) -> ExchangeResult | None:
@@ -66,7 +72,7 @@ def _carry_on(actions: Actions, value: Any) -> ExchangeResult | None:
     return None
 
 
-class PeerSimulation(Transport, ABC):
+class PeerSimulation(Simulation, Transport):
     """Simulation of one run of a job without servers; a subclass is the transport of its method.
 
     Parameters
@@ -80,16 +86,10 @@ class PeerSimulation(Transport, ABC):
     trace
         Receiver of the trace rows.
     watch
-        Called with the virtual time in seconds and the coordinator after every iteration, to show progress or to end
-        the run by raising.
-
-    Attributes
-    ----------
-    attributes
-        Attributes of the trace in addition to those of every run.
+        See `Simulation`.
     """
 
-    attributes: Mapping[str, int] = {}
+    coordinator: PeerCoordinator
 
     def __init__(
         self,
@@ -99,41 +99,25 @@ class PeerSimulation(Transport, ABC):
         trace: Recorder,
         watch: Watch = lambda now_s, coordinator: None,
     ) -> None:
-        assert not isinstance(job.workload, Script)
-        self.coordinator = PeerCoordinator(job, trace)
-        self._job = job
-        self._watch = watch
-        self._batch_size = job.workload.batch_size
-        self._loop, self._links = workers.loop, workers.links
-        self._evaluated = workload.evaluate is not None
+        super().__init__(job, workload, workers.loop, watch)
+        self.coordinator = PeerCoordinator(job, trace, NoDetector())
+        self._links = workers.links
         self._numerics = self._create_numerics(workload)
-        method = create_method(job)
+        method, step_s = create_method(job), update_s(job, workers.links.size_bytes)  # of all weights
         self._workers = [
-            _PeerWorker(device, PeerMachine(job, worker, method, update, self, evaluated=self._evaluated))
+            _PeerWorker(device, PeerMachine(job, worker, method, update, self, evaluated=self._evaluated), step_s)
             for worker, (device, update) in enumerate(zip(workers.devices, self._numerics.updates, strict=True))
         ]
-        every_samples = job.evaluation.every_samples if self._evaluated and not method.synchronous else 0
-        self._evaluations = EvaluationSchedule(every_samples)
-        self._problem_of, self._look_at = loss_check(job), ProblemReport(job.stop.on_nan).see
-        self._update_s = update_s(job, workers.links.size_bytes)  # of all weights
         self._asynchronous = not method.synchronous  # then a worker hears at once that the run is over
-        self._evaluating = False  # while an evaluation that takes time is under way
         self._n_published = 0  # of an iteration of synchronous workers
 
-    def run(self) -> None:
-        """Run until every worker has left; then write the final weights into the workload's model and evaluate them."""
+    def _start(self) -> None:
         for worker in range(len(self._workers)):
             self._loop.after(0.0, self._begin, worker)
-        if self._job.stop.seconds is not None:
-            self._loop.at(self._job.stop.seconds, self._time_limit_reached)
-        self._loop.run()
-        coordinator = self.coordinator
-        if coordinator.active:
-            raise RuntimeError(f"workers {sorted(coordinator.active)} are blocked forever: no events are left")
-        self._absorb_remaining(coordinator.updated_s)
+
+    def _finish(self) -> None:
+        self._absorb_remaining(self.coordinator.updated_s)
         self._numerics.finish()
-        if self._evaluated:
-            self._conclude(self._judge(coordinator.version, coordinator.samples, coordinator.updated_s))
 
     # ---- defined by the transport ----
 
@@ -148,10 +132,6 @@ class PeerSimulation(Transport, ABC):
     def _n_samples(self, worker: int) -> int:
         """Return the number of samples of the worker's iteration."""
         return self._batch_size
-
-    def _step_s(self, worker: int) -> float:
-        """Return the seconds of the worker's step."""
-        return self._update_s
 
     def _reported(self, infos: Sequence[StepInfo]) -> None:
         """Handle step infos sent at the same time, before these workers continue."""
@@ -172,7 +152,8 @@ class PeerSimulation(Transport, ABC):
 
     def _computed(self, worker: int) -> None:
         state = self._workers[worker]
-        state.end_s = state.exchange_s = self._loop.now_s
+        now_s = state.end_s = state.exchange_s = self._loop.now_s
+        state.compute_s = now_s - state.begin_s
         state.loss = self._compute(worker)
         state.actions = state.machine.advance(state.n_samples, stop=self.coordinator.stopping)
         self._resume(worker)
@@ -186,8 +167,7 @@ class PeerSimulation(Transport, ABC):
                 self._participate(worker)
                 return
             self._report(worker, result)
-            if self._asynchronous:
-                self._evaluate_if_due()
+            self._evaluate_if_due()
             self._continue(worker)
 
     def _resume_together(self, values: Iterable[tuple[int, Any]]) -> None:
@@ -219,28 +199,22 @@ class PeerSimulation(Transport, ABC):
 
     def _report(self, worker: int, result: ExchangeResult) -> StepInfo:
         now_s, state = self._loop.now_s, self._workers[worker]
-        compute_s, waited_s = self._spent(worker)
-        begin_s, end_s, exchange_s = state.begin_s, state.end_s, state.exchange_s
-        wait_s, comm_s = waited_s + (exchange_s - end_s), now_s - exchange_s
-        problem = self._problem_of(state.loss)
+        loss, end_s, exchange_s = state.loss, state.end_s, state.exchange_s
+        wait_s, comm_s = state.waited_s + (exchange_s - end_s), now_s - exchange_s
         step_info = state.machine.step_info(
-            result, begin_s, end_s, compute_s, wait_s, comm_s, state.n_samples, state.loss, problem=problem
-        )
+            result, state.begin_s, end_s, state.compute_s, wait_s, comm_s, state.n_samples, loss,
+            problem=self._problem_of(loss),
+        )  # fmt: skip
         self.coordinator.exchanged(now_s, step_info)
         self._look_at(step_info)
         self._watch(now_s, self.coordinator)
         return step_info
 
-    def _spent(self, worker: int) -> tuple[float, float]:
-        """Return the worker's computation time and waiting time in its iteration before `end_s`, in seconds."""
-        state = self._workers[worker]
-        return state.end_s - state.begin_s, 0.0
-
     def _continue(self, worker: int) -> None:
         """Let a worker go on, once it has made its step."""
-        step_s = self._step_s(worker)
-        if step_s and not self._workers[worker].has_left:
-            self._loop.after(step_s, self._next, worker)
+        state = self._workers[worker]
+        if state.step_s and not state.has_left:
+            self._loop.after(state.step_s, self._next, worker)
         else:
             self._next(worker)
 
@@ -271,31 +245,16 @@ class PeerSimulation(Transport, ABC):
 
     def _evaluate_if_due(self) -> None:
         """Evaluate asynchronous workers; synchronous ones publish when it is due."""
-        coordinator = self.coordinator
-        if coordinator.stopping or self._evaluating or not self._evaluations.begin_if_due(coordinator.samples):
-            return
-        self._evaluate(coordinator.version, coordinator.samples)
-
-    def _evaluate(self, version: int, samples: int) -> None:
-        """Evaluate these replicas, unless another evaluation is under way; training goes on while it takes time."""
-        if self._evaluating:
-            return
-        judged, seconds = self._judge(version, samples, self._loop.now_s), self._job.evaluation.seconds
-        if seconds is None:
-            self._conclude(judged)
-        else:
-            self._evaluating = True
-            self._loop.after(seconds, self._conclude, judged)
+        if self._asynchronous:
+            super()._evaluate_if_due()
 
     def _judge(self, version: int, samples: int, now_s: float) -> Judged:
-        """Return the time, version and samples, and the loss, accuracy and distance of the replicas."""
         return now_s, version, samples, *self._numerics.evaluate()
 
     def _conclude(self, judged: Judged) -> None:
-        self._evaluating = False
         self.coordinator.evaluated(*judged)
 
-    def _time_limit_reached(self) -> None:
+    def _time_has_come(self) -> None:
         self.coordinator.passed(self._loop.now_s)
 
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from hpcsync.config.job import Job, Script
+from hpcsync.config.job import Job
 from hpcsync.core.assignments import create_assignments
 from hpcsync.core.coordinator import (
     AccumulateCommand,
@@ -24,52 +25,36 @@ from hpcsync.core.coordinator import (
     coordinate,
 )
 from hpcsync.core.device_speed import Device, encode_s, update_s
-from hpcsync.core.step_problems import ProblemReport, loss_check
+from hpcsync.core.straggler_detector import NoDetector
 from hpcsync.core.worker_machine import WorkerMachine
 from hpcsync.paradigms import Elapsed, Grant, Paradigm
 from hpcsync.simulator.cluster import SimulatedCluster
 from hpcsync.simulator.gradients import Work
+from hpcsync.simulator.run import Judged, Simulation, Watch
 from hpcsync.simulator.server_numerics import numerics
 from hpcsync.training.gradient import piece_shares
-from hpcsync.training.lr_schedule import EvaluationSchedule
 from hpcsync.training.speed_models import estimator, nominal_clock
 from hpcsync.workloads.registry import Workload
 
-Judged = tuple[float, int, int, float, float]
 
-
+@dataclass(slots=True)
 class _Worker:
     """Event chain of a worker."""
 
-    __slots__ = (
-        "device",
-        "device_s",
-        "end_s",
-        "joins",
-        "loss",
-        "machine",
-        "sent_s",
-        "step",
-        "step_s",
-        "under_way",
-        "wire_bytes",
-    )
-
-    def __init__(self, device: Device, machine: WorkerMachine) -> None:
-        self.device = device
-        self.machine = machine
-        self.step = 0  # number of the last local step begun, over the whole run
-        self.under_way = False  # True while that step is being computed
-        self.step_s = 0.0  # its begin
-        self.device_s = 0.0  # its duration
-        self.joins = False  # True if the next grant answers its join
-        self.end_s = 0.0  # when its last local step ended
-        self.sent_s = 0.0  # when the put of its encoded contribution began
-        self.loss = 0.0  # of the contribution
-        self.wire_bytes = 0  # of the contribution
+    device: Device
+    machine: WorkerMachine
+    step: int = 0  # number of the last local step begun, over the whole run
+    under_way: bool = False  # True while that step is being computed
+    step_s: float = 0.0  # its begin
+    device_s: float = 0.0  # its duration
+    joins: bool = False  # True if the next grant answers its join
+    end_s: float = 0.0  # when its last local step ended
+    sent_s: float = 0.0  # when the put of its encoded contribution began
+    loss: float = 0.0  # of the contribution
+    wire_bytes: int = 0  # of the contribution
 
 
-class ServerSimulation:
+class ServerSimulation(Simulation):
     """Simulation of one run of a job with servers.
 
     Parameters
@@ -85,9 +70,10 @@ class ServerSimulation:
     trace
         Receiver of the trace rows.
     watch
-        Called with the virtual time in seconds and the coordinator after every push, to show progress or to end the
-        run by raising.
+        See `Simulation`.
     """
+
+    coordinator: Coordinator
 
     def __init__(
         self,
@@ -96,15 +82,12 @@ class ServerSimulation:
         cluster: SimulatedCluster,
         paradigm: Paradigm,
         trace: Recorder,
-        watch: Callable[[float, Coordinator], None] = lambda now_s, coordinator: None,
+        watch: Watch = lambda now_s, coordinator: None,
     ) -> None:
-        assert not isinstance(job.workload, Script)
-        self.coordinator = coordinate(job, paradigm, trace)
-        self._job = job
-        self._watch = watch
-        self._n_samples = job.workload.batch_size  # samples of an iteration to which the device times refer
+        super().__init__(job, workload, cluster.loop, watch)
+        self.coordinator = coordinate(job, paradigm, trace, NoDetector())
         self._n_pieces = job.n_pieces
-        self._loop, self._transfers = cluster.loop, cluster.transfers
+        self._transfers = cluster.transfers
         self._shard_bytes = sum(cluster.shard_bytes)
         self._encode_s = encode_s(job, self._shard_bytes)
         self._update_s = update_s(job, max(cluster.shard_bytes))  # per contribution
@@ -118,32 +101,24 @@ class ServerSimulation:
             for worker, device in enumerate(cluster.devices)
         ]
         self._numerics = numerics(job, workload)
-        self._problem_of, self._look_at = loss_check(job), ProblemReport(job.stop.on_nan).see
-        self._evaluated = workload.evaluate is not None
-        self._evaluations = EvaluationSchedule(job.evaluation.every_samples if self._evaluated else 0)
-        self._evaluating = False  # while an evaluation that takes time is under way
         self._n_pushes = 0
         self._due: Elapsed | None = None  # scheduled latest
 
     def run(self) -> None:
-        """Run until every worker has left; then write the final weights into the workload's model and evaluate them."""
+        """Run as any simulation, and record the contributions that no update uses, however the run ends."""
         try:
-            self._start_workers()
-            self._loop.run()
+            super().run()
         finally:
             self.coordinator.close()
-        if self.coordinator.active:
-            raise RuntimeError(f"workers {sorted(self.coordinator.active)} are blocked forever: no events are left")
-        self._numerics.finish(self.coordinator.trained_by)
-        if self._evaluated:
-            self._conclude(self._judge(self.coordinator.updated_s))
 
-    def _start_workers(self) -> None:
+    def _start(self) -> None:
         for worker in range(len(self._workers)):
             self._numerics.grant(worker)
             self._transfers.pull(worker, 1, self._begin)
-        if self._job.stop.seconds is not None:
-            self._loop.at(self._job.stop.seconds, self._time_has_come)
+
+    def _finish(self) -> None:
+        self.coordinator.close()
+        self._numerics.finish(self.coordinator.trained_by)
 
     def _begin(self, worker: int, granted_s: float) -> None:
         """Begin an iteration: the worker has read the weights."""
@@ -165,7 +140,7 @@ class ServerSimulation:
             return
         state.step += 1
         state.under_way, state.step_s = True, now_s
-        state.device_s = state.device.seconds(now_s, self._step_samples(state.machine.grant) / self._n_samples)
+        state.device_s = state.device.seconds(now_s, self._step_samples(state.machine.grant) / self._batch_size)
         self._loop.after(state.device_s, self._computed, worker, state.step)
         if state.machine.is_cancelled:
             self._stop_at_next_piece(worker)
@@ -313,7 +288,7 @@ class ServerSimulation:
             transfer(*args)
 
     def _step_samples(self, grant: Grant) -> int:
-        return grant.step_samples or self._n_samples
+        return grant.step_samples or self._batch_size
 
     def _stopped(self, worker: int, stopped_s: float) -> None:
         self._transfers.push_info(worker, self._workers[worker].machine.grant.iteration, self._left)
@@ -322,28 +297,10 @@ class ServerSimulation:
         self._carry_out(self.coordinator.left(self._loop.now_s, worker))
         self._evaluate_if_due()
 
-    def _evaluate_if_due(self) -> None:
-        """Evaluate the current version, unless another evaluation is under way.
-
-        Without a duration, a version that reaches the target ends the run; otherwise training goes on meanwhile.
-        """
-        coordinator, seconds = self.coordinator, self._job.evaluation.seconds
-        if coordinator.stopping or self._evaluating or not self._evaluations.begin_if_due(coordinator.samples):
-            return
-        judged = self._judge(self._loop.now_s)
-        if seconds is None:
-            self._conclude(judged)
-        else:
-            self._evaluating = True
-            self._loop.after(seconds, self._conclude, judged)
-
-    def _judge(self, now_s: float) -> Judged:
-        """Return the time, version, samples, loss and accuracy of the current version."""
-        coordinator = self.coordinator
-        return now_s, coordinator.version, coordinator.samples, *self._numerics.evaluate(coordinator.trained_by)
+    def _judge(self, version: int, samples: int, now_s: float) -> Judged:
+        return now_s, version, samples, *self._numerics.evaluate(self.coordinator.trained_by)
 
     def _conclude(self, judged: Judged) -> None:
-        self._evaluating = False
         self._carry_out(self.coordinator.evaluated(*judged, known_s=self._loop.now_s))
 
     def _time_has_come(self) -> None:

@@ -24,6 +24,7 @@ from hpcsync.run_dir import layout, lock
 from hpcsync.run_dir.progress_line import Progress
 from hpcsync.run_dir.scalar_log import ScalarLog
 from hpcsync.simulator import cluster, factory, peer_transfers
+from hpcsync.simulator.run import Simulation, Watch
 from hpcsync.simulator.server_run import ServerSimulation
 from hpcsync.system.atomic_files import NotWritten
 from hpcsync.system.signals import Interrupted, interrupt, on_signals
@@ -33,8 +34,6 @@ from hpcsync.trace.writer import TraceWriter
 from hpcsync.workloads.registry import Workload
 
 CHORES_EVERY = 256  # pushes or step infos
-
-Watch = Callable[[float, Coordinator | PeerCoordinator], None]
 
 
 @lock.releasing()
@@ -78,7 +77,7 @@ def simulate(job: Job, out: Path | None, console: Console, log: str | None = Non
     return status
 
 
-def prepare(job: Job, workload: Workload) -> Callable[[Recorder, Watch], ServerSimulation | factory.PeerSimulation]:
+def prepare(job: Job, workload: Workload) -> Callable[[Recorder, Watch], Simulation]:
     """Return a function that creates the simulation of a job from a recorder and a watch.
 
     Raises
@@ -94,7 +93,7 @@ def prepare(job: Job, workload: Workload) -> Callable[[Recorder, Watch], ServerS
 def _simulate(
     job: Job,
     workload: Workload,
-    begin: Callable[[Recorder, Watch], ServerSimulation | factory.PeerSimulation],
+    begin: Callable[[Recorder, Watch], Simulation],
     folder: Path,
     console: Console,
     log: str | None,
@@ -114,8 +113,7 @@ def _simulate(
         watch = _Watch(trace, progress)
         with on_signals(watch.received.append):
             simulation = begin(trace, watch)
-            if isinstance(simulation, factory.PeerSimulation):
-                trace.describe(simulation.attributes)
+            trace.describe(simulation.attributes)
             simulation.run()
         layout.save_weights(folder, workload.model)
         trace.close("finished")

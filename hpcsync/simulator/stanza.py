@@ -115,6 +115,8 @@ class StanzaSimulation(PeerSimulation):
             for target in partners
         }
         self._n_pieces = options.micro_batches
+        for state, group in zip(self._workers, self._group_of, strict=True):
+            state.step_s = state.step_s * group.size_bytes / self._links.size_bytes
         self._last = math.inf  # iteration
 
     def _create_numerics(self, workload: Workload) -> TwoHalves | NullNumerics:
@@ -124,9 +126,6 @@ class StanzaSimulation(PeerSimulation):
 
     def _n_samples(self, worker: int) -> int:
         return self._batch_size * (len(self._partners[worker]) if self._group_of[worker].is_fc else 1)
-
-    def _step_s(self, worker: int) -> float:
-        return self._update_s * self._group_of[worker].size_bytes / self._links.size_bytes
 
     # ---- an iteration ----
 
@@ -191,7 +190,10 @@ class StanzaSimulation(PeerSimulation):
             self._start_next_piece(worker)
 
     def _compute(self, worker: int) -> float:
-        if self._group_of[worker].is_fc:
+        group, state = self._group_of[worker], self._workers[worker]
+        state.compute_s = (group.before + group.after) * self._pieces[worker].device_s
+        state.waited_s = max(0.0, state.end_s - state.begin_s - state.compute_s)
+        if group.is_fc:
             return self._numerics.compute(worker)
         self._numerics.backward(worker)
         return math.nan
@@ -228,8 +230,3 @@ class StanzaSimulation(PeerSimulation):
         """Return the bytes that the worker sends in an iteration."""
         group = self._group_of[worker]
         return self._n_samples(worker) * group.row_bytes + ring_bytes(group.size_bytes, len(group.workers))
-
-    def _spent(self, worker: int) -> tuple[float, float]:
-        group, state = self._group_of[worker], self._workers[worker]
-        compute_s = (group.before + group.after) * self._pieces[worker].device_s
-        return compute_s, max(0.0, state.end_s - state.begin_s - compute_s)

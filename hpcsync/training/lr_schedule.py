@@ -52,6 +52,9 @@ def worker_rate(job: Job) -> Callable[[int, int], float]:
     The schedule assumes that all other workers are as far as this one, so that no step has to wait for their progress.
     """
     lr, workers = learning_rate(job), job.cluster.workers
+    if job.optimizer.schedule is None:
+        rate = lr(0, 0, workers)
+        return lambda samples, iterations: rate
     return lambda samples, iterations: lr(samples * workers, iterations, workers)
 
 
