@@ -48,8 +48,7 @@ from hpcsync.paradigms.base import Paradigm
 from hpcsync.paradigms.events import Action, Apply, Decision, Evaluated, Grant, PushInfo
 from hpcsync.paradigms.options import Count, Finite, OptionError, ParadigmOptions, Share, Whole, computed
 from hpcsync.paradigms.papers import Reference, journal
-from hpcsync.paradigms.staleness_gate import Gate
-from hpcsync.paradigms.worker_counts import WorkerCounts
+from hpcsync.paradigms.worker_counts import Gate, WorkerCounts
 from hpcsync.planning.checks import is_number, is_whole
 from hpcsync.planning.local_steps import INDEXED, WorkerProfile, local_steps, ratios, shares
 

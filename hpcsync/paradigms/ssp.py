@@ -24,7 +24,7 @@ from hpcsync.paradigms.base import Paradigm
 from hpcsync.paradigms.events import Action, Apply, PushInfo
 from hpcsync.paradigms.options import Allowed, ParadigmOptions
 from hpcsync.paradigms.papers import Reference, neurips
-from hpcsync.paradigms.staleness_gate import Gate
+from hpcsync.paradigms.worker_counts import Gate
 
 
 class SSP(Paradigm):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hpcsync.paradigms import Apply, Grant, Joined, Left, PushInfo, create
 from hpcsync.paradigms.ssp import SSP
-from hpcsync.paradigms.staleness_gate import Gate
+from hpcsync.paradigms.worker_counts import Gate
 from tests.unit.paradigms.schedule import PROPERTY, Schedule, fixed, run, schedules
 
 
