@@ -166,7 +166,11 @@ def trace_a_run(out: Path) -> None:
     from hpcsync.cli.rank_main import train
     from hpcsync.config.job import Job
     from hpcsync.mpi.server.leader import Leader
-    from hpcsync.mpi.server.session import WorkerSession
+
+    try:
+        from hpcsync.mpi.server.worker import WorkerSession
+    except ImportError:  # of checkouts in which all sessions were in one file
+        from hpcsync.mpi.server.session import WorkerSession
 
     lines = Lines(Path(sys.modules["hpcsync"].__file__ or "").parent)
     lines.within(WorkerSession, "step")

@@ -395,7 +395,8 @@ def _session_class(job: Job, rank: int) -> Callable[[Given], RankSession]:
     """Return the class of this rank's session."""
     from hpcsync.mpi.peer.rank0_session import Rank0Session
     from hpcsync.mpi.peer.session import PeerSession
-    from hpcsync.mpi.server.session import FollowerSession, LeaderSession, WorkerSession
+    from hpcsync.mpi.server.session import FollowerSession, LeaderSession
+    from hpcsync.mpi.server.worker import WorkerSession
 
     if not job.has_servers:
         return Rank0Session if rank == 0 else PeerSession

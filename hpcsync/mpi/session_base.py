@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import sys
 import time
 import traceback
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from mpi4py import MPI
 
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
+from hpcsync.core.iterations import Iterations
 from hpcsync.core.session import Session
 from hpcsync.core.step_problems import WRONG, StepChecks, loss_check
 from hpcsync.mpi.collectives.model_parts import Layers
@@ -26,10 +28,11 @@ from hpcsync.mpi.transport.ulfm import RankFailed, leave_with, survivors, tolera
 from hpcsync.mpi.transport.window_selection import WindowSelection
 from hpcsync.paradigms.records import Problem
 from hpcsync.run_dir.checkpoint import Checkpoints
-from hpcsync.state import StateError
+from hpcsync.state import StateError, restore_arrays
 from hpcsync.system import launch_output, launcher
 from hpcsync.system.atomic_files import NotWritten
 from hpcsync.system.signals import TO_BE_RESUMED, Terminated, left_to_rank_0
+from hpcsync.training import rng_state
 from hpcsync.training.buffers import Buffers, Calibrate
 from hpcsync.training.flat_model import FlatModel
 from hpcsync.training.gradient import Loss
@@ -130,6 +133,7 @@ class RankSession(Session):
         self._checks: StepChecks | None = None  # of a worker that runs a script
         self._problem_of = loss_check(job)  # of a worker of a job
         self._problem = Problem.NONE  # the worst since the last push
+        self._iterations: Iterations  # of a worker
         self._stepped = False
         super().__init__(rank=comm.rank, n_workers=job.cluster.workers)
         layers.share()
@@ -200,34 +204,67 @@ class RankSession(Session):
             script.stepping, script.skips = script.only, False
         return loss
 
-    @property
-    def _may_begin_again(self) -> bool:
-        """True if a step may use the samples of the step before: the script has several optimizers."""
-        return self._script is not None and len(self._script.optimizers) > 1
+    def _begin_again(self) -> None:
+        """Begin an iteration with the samples of the one before, if a further optimizer of the script steps."""
+        if not self._iterations.under_way and self._script is not None and len(self._script.optimizers) > 1:
+            self._iterations.begin_again()
 
     def _refuse_step(self) -> None:
         super()._refuse_step()
         if self._script is not None and self._script.stepping is None:
             raise RuntimeError("step: the session has several optimizers; call the step of each of them instead")
 
-    def _check_step(self, losses: Sequence[float], loss: float) -> None:
-        """Note what is wrong with the step under way, whose gradient has been gathered."""
+    def _look_at_step(self, loss: torch.Tensor | float | None, *, complete: bool = True) -> float:
+        """Gather the gradient of the step under way, and note what is wrong with it if it is `complete`.
+
+        Returns
+        -------
+        float
+            Mean of the losses recorded for the step, `loss` included; NaN if there are none.
+        """
+        losses = self._take_losses(loss)
+        mean_loss = sum(losses) / len(losses) if losses else math.nan
+        self.flat.gather_gradient()
         self._stepped = True
-        if self._checks is None:
-            found = self._problem_of(loss)
-        else:
-            found = self._checks.problem(losses, self.flat.gradient)
-        self._problem = max(self._problem, Problem.SKIPPED if self._skips else found)
+        if complete:
+            found = self._problem_of(mean_loss)
+            if self._checks is not None:
+                found = self._checks.problem(losses, self.flat.gradient)
+            self._problem = max(self._problem, Problem.SKIPPED if self._skips else found)
+        return mean_loss
 
     def _take_problem(self) -> Problem:
         """Return the worst problem since the last call."""
         found, self._problem = self._problem, Problem.NONE
         return found
 
+    def _rates(self) -> tuple[float, Sequence[tuple[int, float]]]:
+        """Return the learning rate of the script's optimizer, and the parameter groups with another rate than before.
+
+        A job's rate is NaN.
+        """
+        return (math.nan, ()) if self._script is None else (self._script.lr, self._script.changed_rates())
+
     @property
     def _skips(self) -> bool:
         """True if the step under way must change nothing."""
         return self._script is not None and self._script.skips
+
+    # ---- what a checkpoint holds of every worker ----
+
+    def _training_state(self) -> dict[str, Any]:
+        return {
+            "iterations": self._iterations.state(),
+            "generators": rng_state.state(self.flat.weights.device),
+            "buffers": dict(self._model.named_buffers()),
+        }
+
+    def _restore_training(self, state: Mapping[str, Any]) -> None:
+        self._iterations.restore(state["iterations"])
+        rng_state.restore(state["generators"], self.flat.weights.device)
+        restore_arrays(dict(self._model.named_buffers()), state["buffers"])
+
+    # ---- the end ----
 
     def _give_back(self) -> None:
         self._heed_signals()

@@ -38,7 +38,7 @@ def test_light_imports_stay_light(code: str) -> None:
 
 ON_A_RANK = """
 import sys
-import hpcsync.cli.app, hpcsync.cli.rank_main, hpcsync.mpi.server.session, hpcsync.mpi.peer.rank0_session
+import hpcsync.cli.app, hpcsync.cli.rank_main, hpcsync.mpi.server.worker, hpcsync.mpi.peer.rank0_session
 import torch
 from hpcsync.config.job import Job
 from hpcsync.training.optimizers import OptimizerSpec, step_flat

@@ -27,7 +27,6 @@ from hpcsync.planning.speed_estimator import Estimator
 from hpcsync.run_dir.checkpoint import RUN
 from hpcsync.state import built, plain, restore_arrays
 from hpcsync.trace.schema import Phase
-from hpcsync.training import rng_state
 from hpcsync.training.gradient import Loss
 from hpcsync.training.speed_models import estimator
 
@@ -115,15 +114,10 @@ class PeerSession(RankSession):
     def step(self, loss: torch.Tensor | float | None = None) -> bool:
         """End an iteration: apply the step and exchange; return False after the last one."""
         self._refuse_step()
-        losses = self._take_losses(loss)
-        mean_loss = sum(losses) / len(losses) if losses else math.nan
         if self._times is None:
-            if not self._iterations.under_way and self._may_begin_again:
-                self._iterations.begin_again()
+            self._begin_again()
             self._end_computation()
-        self.flat.gather_gradient()
-        self._check_step(losses, mean_loss)
-        self._end_iteration(mean_loss)
+        self._end_iteration(self._look_at_step(loss))
         self._link.phases.enter(Phase.COMPUTING, self._machine.iteration + 1)
         return not self.stopped
 
@@ -134,7 +128,7 @@ class PeerSession(RankSession):
         self._n_passes = 0
         result = self._advance(n_samples)
         self._exchange.let_overlap(self._reduces)
-        lr, rates = (math.nan, []) if self._script is None else (self._script.lr, self._script.changed_rates())
+        lr, rates = self._rates()
         step_info = self._machine.step_info(
             result, *times, spent.computed_s, exchange.wait_s, exchange.comm_s, n_samples, loss, spent.load_s, lr,
             self._take_problem(),
@@ -254,17 +248,13 @@ class PeerSession(RankSession):
             "division": plain(self._division),
             "estimator": plain(self._estimator),
             "machine": self._machine.state(),
-            "iterations": self._iterations.state(),
-            "generators": rng_state.state(self.flat.weights.device),
-            "buffers": dict(self._model.named_buffers()),
+            **self._training_state(),
         }
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         """Restore the state of a checkpoint before the next batch."""
         restore_arrays({"weights": self.flat.weights}, {"weights": state["exchange"]["peer"]["weights"]})
-        restore_arrays(dict(self._model.named_buffers()), state["buffers"])
-        self._iterations.restore(state["iterations"])
-        rng_state.restore(state["generators"], self.flat.weights.device)
+        self._restore_training(state)
 
     # ---- the end ----
 

@@ -1,22 +1,29 @@
-"""Worker's communication with the servers: push a contribution, wait for the grant, read the weights."""
+"""A worker of a run with servers: what it pushes, waits for and reads, and its session for the training script."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from hpcsync.core.assignments import create_assignments
+from hpcsync.core.iterations import Iterations
+from hpcsync.core.session import Asked
 from hpcsync.core.worker_machine import WorkerMachine
 from hpcsync.mpi.server.channel import Reader, ServerChannel
+from hpcsync.mpi.server.session import LinkedSession
+from hpcsync.mpi.session_base import Given
 from hpcsync.mpi.transport import cuda, messages
 from hpcsync.planning.speed_estimator import Estimator
-from hpcsync.state import Stateful
+from hpcsync.state import Stateful, built
 from hpcsync.trace.schema import Phase
+from hpcsync.training import contributions
 from hpcsync.training.buffers import Buffers
 from hpcsync.training.compressor import Compressor
+from hpcsync.training.speed_models import estimator
 
 
 class Worker(Stateful):
@@ -218,3 +225,131 @@ class Worker(Stateful):
         self._reader.read(promises, self._weights)
         machine.read(granted_s, now())
         phases.enter(Phase.COMPUTING)
+
+
+class WorkerSession(LinkedSession):
+    """Session of a worker."""
+
+    def __init__(self, given: Given) -> None:
+        job, checkpoints = given.job, given.checkpoints
+        worker = given.comm.rank - job.cluster.servers
+        speed = estimator(job, worker)  # takes seconds, hence before the clock starts
+        super().__init__(given)
+        self.worker = worker
+        self._resumed = checkpoints.state(self._name)
+        self._comes_back = checkpoints.resumed is not None and self._resumed is None  # was absent at the checkpoint
+        self._contribution, self._read = contributions.on_rank(job, self.flat, self._optimizer)
+        compression = self._link.compression
+        self._engine = Worker(
+            self._link,
+            self._read,
+            self._contribution.vector,
+            speed,
+            cancellable=job.aborts or job.commits,
+            compressor=None if compression is None else compression.compressor(worker),
+            buffers=self._buffers if self._buffers.n_words else None,
+            save=lambda number: checkpoints.write(number, self._name, self._state()),
+            state=None if self._resumed is None else self._resumed["engine"],
+            away=self._comes_back,
+            statement=None if self._script is None else self._script.statement,
+        )
+        self._machine = self._engine.machine
+        self.stopped = self._machine.stopped
+        if self._resumed is None and not (self._comes_back or self.stopped):
+            self._contribution.adopt(self._read)
+            self.flat.spread()
+        granted = create_assignments(job).first[0].first_sample >= 0
+        allocated = (lambda: self._machine.samples) if granted else None
+        self._iterations = Iterations(job, worker, self._link.clock.now, self._leave, allocated=allocated)
+        self._computed = 1.0  # share of the batch that is computed when it is pushed
+
+    def _batches(self, asked: Asked) -> Iterator[Any]:
+        """Return this worker's batches; restore the state of a resumed run first."""
+        if self._resumed is not None:  # only now: the script's preparations may use the generators too
+            state, self._resumed = self._resumed, None
+            with self._checkpoints.restoring(self._name):
+                self._restore(state)
+            self._engine.resume()  # with the grant that was waited for
+            if not self._engine.is_away:
+                self._continue()
+        if self._comes_back:
+            if self._leave(0.0):
+                self._iterations.skip((self._machine.grant.iteration - 1) * self._job.local_steps)
+            self._comes_back = False  # only now: a checkpoint may be made while this worker waits for its first grant
+        return self._iterations.shard(*asked[:3], lambda: self.stopped, sharded=asked.sharded)
+
+    def cancelled(self, share: float) -> bool:
+        """Return whether server 0 has cancelled the current iteration."""
+        super().cancelled(share)
+        if self._job.aborts and self._computed == 1.0:
+            cuda.ready(self.flat.gradient)
+            self._iterations.pad(share)
+            if self._engine.cancelled():
+                self._computed = share
+        return self._computed < 1.0
+
+    def step(self, loss: torch.Tensor | float | None = None) -> bool:
+        """Use the gradient, and push if a push is due; return False once the run is over."""
+        self._refuse_step()
+        mean_loss = self._look_at_step(loss, complete=self._computed == 1.0)
+        if self._skips:
+            self.flat.gradient.zero_()
+        cuda.ready(self.flat.gradient)  # the computation ends here
+        self._begin_again()
+        begin_s, end_s = self._iterations.end(self._computed)
+        self._engine.cancelled()  # receive pending cancellations even if the script never asks
+        n_samples = self._iterations.batch_size
+        last = self._machine.computed(begin_s, end_s, n_samples, self._computed, self._iterations.load_s)
+        self._computed = 1.0
+        self._contribution.step(self.flat.gradient, n_samples, mean_loss, last=last)
+        if last:
+            self._push()
+        return not self.stopped
+
+    def _push(self) -> None:
+        """Push the contribution, and continue with the weights read after it."""
+        lr, rates = self._rates()
+        self._engine.push(self._contribution.prepare(), lr, self._take_problem(), rates)
+        self._continue()
+
+    def _continue(self) -> None:
+        self.stopped = self._machine.stopped
+        if not self.stopped:
+            self._contribution.adopt(self._read)
+            self.flat.spread()
+
+    def _push_rest(self) -> None:
+        """Push the local steps since the last push, where a worker that leaves does."""
+        if self._contribution.commits_rest and self._machine.n_steps > 0:
+            self._push()
+
+    def _leave(self, joins_s: float) -> bool:
+        if joins_s == math.inf:
+            return super()._leave(joins_s)
+        self._push_rest()
+        if not self.stopped:
+            self._engine.stay_away(joins_s)
+            self.stopped = self._machine.stopped
+        if not self.stopped:
+            self._contribution.join(self._read)
+            self.flat.spread()
+        return not self.stopped
+
+    def _state(self) -> dict[str, Any]:
+        """Return the worker's state while it waits for a grant."""
+        return {
+            "comes_back": self._comes_back,
+            "engine": self._engine.state(),
+            "contribution": self._contribution.state(),
+            **self._training_state(),
+        }
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        """Restore the state; the grant that was waited for has not arrived yet."""
+        self._comes_back = built(bool, state["comes_back"])
+        self._contribution.restore(state["contribution"])
+        self._restore_training(state)
+
+    def _part(self) -> None:
+        self._push_rest()
+        self._engine.leave()

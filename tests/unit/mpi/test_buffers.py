@@ -240,7 +240,7 @@ def test_buffers_that_are_not_restored_are_noticed(comm, only, folder, monkeypat
     if forgotten == "rows":
         monkeypatch.setattr(BufferRows, "restore", lambda self, state: None)
     else:
-        monkeypatch.setattr("hpcsync.mpi.server.session.restore_arrays", lambda live, saved: None)
+        monkeypatch.setattr("hpcsync.mpi.session_base.restore_arrays", lambda live, saved: None)
     resume_run(comm, this, folder / "a-killed")
     if comm.rank == 0:
         with pytest.raises(AssertionError):
