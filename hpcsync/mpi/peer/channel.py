@@ -103,7 +103,7 @@ class PeerChannel:
 
     def send_status(self, kind: int) -> None:
         """Send a status to rank 0: ended, settled, failed, halted or saved."""
-        self._infos.send(0, messages.brief(messages.STEP_INFO, kind, self.comm.rank))
+        self._infos.send(0, (kind, *StepInfo(self.comm.rank, 0)))
 
     def poll_commands(self) -> None:
         """Process rank 0's commands that have arrived."""

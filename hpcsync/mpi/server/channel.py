@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable
 from operator import attrgetter
+from struct import Struct
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from hpcsync.mpi.transport.tensor_window import HOST, Transport
 from hpcsync.mpi.transport.ulfm import Deaths
 from hpcsync.mpi.transport.window import Window
 from hpcsync.mpi.transport.worker_state import WorkerStates
+from hpcsync.paradigms.records import PushInfo
 from hpcsync.training.compressor import Compression
 from hpcsync.training.parameter_store import n_buffers, row_size
 
@@ -148,14 +150,14 @@ class ServerChannel:
         """Split a flat vector, shape (size,), into every server's shard, as views."""
         return [vector[shard] for shard in self.shards]
 
-    def inbox(self, tag: int, dtype: np.dtype) -> Inbox:
+    def inbox(self, tag: int, layout: Struct) -> Inbox:
         """Create an inbox that is freed with the channel."""
-        self._inboxes.append(Inbox(self.comm, tag, dtype, self.deaths))
+        self._inboxes.append(Inbox(self.comm, tag, layout, self.deaths))
         return self._inboxes[-1]
 
-    def outbox(self, tag: int, dtype: np.dtype) -> Outbox:
+    def outbox(self, tag: int, layout: Struct) -> Outbox:
         """Create an outbox."""
-        return Outbox(self.comm, tag, dtype, self.deaths)
+        return Outbox(self.comm, tag, layout, self.deaths)
 
     def sum_over_servers(self, number: float) -> float:
         """Return the sum of a number over all servers, in their order; they all call it at the same update."""
@@ -164,7 +166,7 @@ class ServerChannel:
     def say(self, kind: int) -> None:
         """Notify server 0 that this rank has failed, or has saved its part of a checkpoint."""
         infos = self.outbox(messages.TAG_INFO, messages.PUSH_INFO)
-        infos.send(0, messages.brief(messages.PUSH_INFO, kind, self.comm.rank))
+        infos.send(0, (kind, *PushInfo(math.nan, self.comm.rank)[1:]))
         if kind != messages.InfoKind.FAILED:
             infos.free()
 

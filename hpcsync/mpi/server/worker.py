@@ -17,6 +17,7 @@ from hpcsync.mpi.server.channel import Reader, ServerChannel
 from hpcsync.mpi.server.session import LinkedSession
 from hpcsync.mpi.session_base import Given
 from hpcsync.mpi.transport import cuda, messages
+from hpcsync.paradigms.records import PushInfo
 from hpcsync.planning.speed_estimator import Estimator
 from hpcsync.state import Stateful, built
 from hpcsync.trace.schema import Phase
@@ -169,7 +170,7 @@ class Worker(Stateful):
         self.is_away = self._joins = False
 
     def _send_info(self, kind: int) -> None:
-        self._infos.send(0, messages.brief(messages.PUSH_INFO, kind, self.machine.grant.worker))
+        self._infos.send(0, (kind, *PushInfo(math.nan, self.machine.grant.worker)[1:]))
 
     def _write(self, number: int) -> None:
         self._save(number)

@@ -1,15 +1,17 @@
-"""Control plane: small records of fixed size, sent in order by non-blocking messages."""
+"""Control plane: small records of fixed size, sent in order by non-blocking messages.
+
+What is sent is declared in `hpcsync.mpi.transport.messages`.
+"""
 
 from __future__ import annotations
 
-import struct
+from struct import Struct
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from hpcsync.mpi.transport.ulfm import Deaths
-from hpcsync.paradigms.records import layout
 
 DEPTH = 64
 
@@ -23,8 +25,8 @@ class Inbox:
         Communicator of the messages.
     tag
         Tag of the messages.
-    dtype
-        Type of the records.
+    layout
+        Layout of the records.
     deaths
         Failure detector that decides which deaths are tolerated; by default none is.
 
@@ -34,14 +36,12 @@ class Inbox:
     which the receives were posted, so only the oldest one is tested, however many senders there are.
     """
 
-    def __init__(self, comm: MPI.Intracomm, tag: int, dtype: np.dtype, deaths: Deaths | None = None) -> None:
+    def __init__(self, comm: MPI.Intracomm, tag: int, layout: Struct, deaths: Deaths | None = None) -> None:
         self._deaths = deaths or Deaths(comm)
-        records = np.zeros(DEPTH, dtype)
-        self._unpack_from, self._bytes, self._size = _layout(dtype).unpack_from, _bytes(records), dtype.itemsize
+        records = np.zeros((DEPTH, layout.size), np.uint8)
+        self._unpack_from, self._bytes, self._size = layout.unpack_from, records.reshape(-1).data, layout.size
         self._head = 0
-        self._requests = [
-            comm.Recv_init([records[i : i + 1].view(np.uint8), MPI.BYTE], MPI.ANY_SOURCE, tag) for i in range(DEPTH)
-        ]
+        self._requests = [comm.Recv_init([record, MPI.BYTE], MPI.ANY_SOURCE, tag) for record in records]
         for request in self._requests:
             request.Start()
 
@@ -83,20 +83,20 @@ class Outbox:
         Communicator of the messages.
     tag
         Tag of the messages.
-    dtype
-        Type of the records.
+    layout
+        Layout of the records.
     deaths
         Failure detector that decides which deaths are tolerated; by default none is. Records sent to dead ranks are
         lost.
     """
 
-    def __init__(self, comm: MPI.Intracomm, tag: int, dtype: np.dtype, deaths: Deaths | None = None) -> None:
+    def __init__(self, comm: MPI.Intracomm, tag: int, layout: Struct, deaths: Deaths | None = None) -> None:
         self._comm = comm
         self._deaths = deaths or Deaths(comm)
         self._tag = tag
-        records = np.zeros(DEPTH, dtype)
-        self._pack_into, self._bytes, self._size = _layout(dtype).pack_into, _bytes(records), dtype.itemsize
-        self._buffers = [[records[i : i + 1].view(np.uint8), MPI.BYTE] for i in range(DEPTH)]
+        records = np.zeros((DEPTH, layout.size), np.uint8)
+        self._pack_into, self._bytes, self._size = layout.pack_into, records.reshape(-1).data, layout.size
+        self._buffers = [[record, MPI.BYTE] for record in records]
         self._requests: list[Any] = [None] * DEPTH
         self._next = 0
 
@@ -124,13 +124,3 @@ class Outbox:
             request.Wait()
         except MPI.Exception as error:
             self._deaths.heard(error)
-
-
-def _layout(dtype: np.dtype) -> struct.Struct:
-    packing = layout(dtype[name].str for name in dtype.names or ())
-    assert packing.size == dtype.itemsize
-    return packing
-
-
-def _bytes(records: np.ndarray) -> memoryview:
-    return records.view(np.uint8).data

@@ -21,22 +21,16 @@ from __future__ import annotations
 
 import math
 from enum import IntEnum
-from typing import Any, NamedTuple
+from struct import Struct
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
-import numpy as np
-
-from hpcsync.paradigms.records import Grant, PushInfo, StepInfo, columns
+from hpcsync.paradigms.records import Grant, PushInfo, StepInfo, layout
 
 TAG_INFO, TAG_COMMAND, TAG_GRANT, TAG_EVALUATION = 1, 2, 3, 4
 TAG_MODEL = 6  # clock.TAG is 5
 TAG_CANCEL = 7
 TAG_ACTIVATION = 8
 TAG_SLOT = 9
-
-
-def stored(record: type) -> list[tuple[str, str]]:
-    """Return name and NumPy type of every field of a record."""
-    return [(column.name, column.dtype) for column in columns(record)]
 
 
 class InfoKind(IntEnum):
@@ -105,45 +99,12 @@ class ActivationKind(IntEnum):
     LEFT = 1
 
 
-PUSH_INFO = np.dtype([("kind", "i1"), *stored(PushInfo)[1:]])  # without `now_s`, which server 0 sets
+# ---- records: the kind first, where there are several ----
 
-COMMAND = np.dtype(
-    [
-        ("kind", "i1"),
-        *stored(Grant),
-        ("lr", "f8"),
-        ("weight", "f8"),
-        ("divisor", "f8"),
-        ("momentum", "f8"),
-        ("server", "i4"),
-        ("buffer", "i4"),
-        ("serial", "i8"),
-    ]
-)
-
-CANCEL = np.dtype([("version", "i8")])
-
-SLOT = np.dtype([("worker", "i4")])
-
-
-def brief(dtype: np.dtype, kind: int, number: int) -> tuple[int, ...]:
-    """Return a record that holds only its kind and the number of a rank or worker; all other fields are 0."""
-    return (kind, number) + (0,) * (len(dtype.names or ()) - 2)
-
-
-STEP_INFO = np.dtype([("kind", "i1"), *stored(StepInfo)])
-
-
-def rate_change(info: PushInfo | StepInfo, group: int, lr: float) -> PushInfo | StepInfo:
-    """Return the info that from its iteration on a parameter group, in `batch_size`, has the rate `lr`."""
-    return info._replace(batch_size=group, lr=lr)
-
-
-PEER_COMMAND = np.dtype([("kind", "i1"), ("number", "i4")])
-
-
-# `last`: no worker makes an iteration after this one; `halt`: workers halt before the next, for a checkpoint.
-ACTIVATION = np.dtype([("kind", "i1"), ("worker", "i4"), ("piece", "i4"), ("last", "i1"), ("halt", "i1")])
+Kind = Annotated[int, "i1"]
+Number = Annotated[int, "i4"]
+Serial = Annotated[int, "i8"]
+Value = Annotated[float, "f8"]
 
 
 class CommandRecord(NamedTuple):
@@ -164,15 +125,15 @@ class CommandRecord(NamedTuple):
         which LEND names, too.
     """
 
-    kind: int
+    kind: Kind
     grant: Grant
-    lr: float = 0.0
-    weight: float = 1.0
-    divisor: float = 1.0
-    momentum: float = math.nan
-    server: int = 0
-    buffer: int = 0
-    serial: int = 0
+    lr: Value = 0.0
+    weight: Value = 1.0
+    divisor: Value = 1.0
+    momentum: Value = math.nan
+    server: Number = 0
+    buffer: Number = 0
+    serial: Serial = 0
 
     def fields(self) -> tuple[float, ...]:
         """Return the fields of the record."""
@@ -182,3 +143,30 @@ class CommandRecord(NamedTuple):
     def of(fields: tuple[Any, ...]) -> CommandRecord:
         """Return the record with these fields."""
         return CommandRecord(fields[0], Grant._make(fields[1:-7]), *fields[-7:])
+
+
+def rate_change(info: PushInfo | StepInfo, group: int, lr: float) -> PushInfo | StepInfo:
+    """Return the info that from its iteration on a parameter group, in `batch_size`, has the rate `lr`."""
+    return info._replace(batch_size=group, lr=lr)
+
+
+def _types(record: Any) -> list[str]:
+    """Return the NumPy types of a declaration: those of a class's fields, or that of one field."""
+    if isinstance(record, type):
+        return [of_field for hint in get_type_hints(record, include_extras=True).values() for of_field in _types(hint)]
+    declared = record.__metadata__[0]
+    return [declared if isinstance(declared, str) else declared.dtype]
+
+
+def _layout(*parts: Any) -> Struct:
+    return layout(name for part in parts for name in _types(part))
+
+
+PUSH_INFO = layout(["i1", *_types(PushInfo)[1:]])  # without `now_s`, which server 0 sets
+COMMAND = _layout(CommandRecord)
+CANCEL = _layout(Serial)  # version
+SLOT = _layout(Number)  # worker
+STEP_INFO = _layout(Kind, StepInfo)
+PEER_COMMAND = _layout(Kind, Number)
+# Worker, piece; whether no worker makes an iteration after this one, and whether workers halt before the next one.
+ACTIVATION = _layout(Kind, Number, Number, Kind, Kind)

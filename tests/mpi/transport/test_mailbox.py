@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-import numpy as np
+from struct import Struct
 
 from hpcsync.mpi.transport.backoff import Backoff
 from hpcsync.mpi.transport.mailbox import DEPTH, Inbox, Outbox
 
-RECORD = np.dtype([("sender", "i4"), ("number", "i8"), ("value", "f8")])
+RECORD = Struct("<iqd")  # sender, number, value
 TAG = 77
 
 

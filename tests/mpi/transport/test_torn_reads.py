@@ -6,6 +6,7 @@ element that a reader has read must be the same number: the version that it was 
 
 from __future__ import annotations
 
+import math
 import time
 
 import numpy as np
@@ -22,7 +23,7 @@ from hpcsync.mpi.transport.messages import CommandRecord
 from hpcsync.mpi.transport.node_topology import on_one_node
 from hpcsync.mpi.transport.tensor_window import HOST
 from hpcsync.mpi.transport.window import Window
-from hpcsync.paradigms import Grant
+from hpcsync.paradigms import Grant, PushInfo
 from hpcsync.training.optimizers import OptimizerSpec
 from hpcsync.training.parameter_store import Store
 from hpcsync.training.update_rules import Descent
@@ -60,7 +61,7 @@ def read(link: ServerChannel, found: Window, *, until_torn: bool) -> int:
     worker = link.roles.worker(link.comm.rank)
     reads = -(-READS // (link.roles.n_workers - 1))
     reader, reports = Reader(link, worker), Outbox(link.comm, messages.TAG_INFO, messages.PUSH_INFO)
-    nothing = (0,) * (len(messages.PUSH_INFO) - 2)
+    nothing = PushInfo(math.nan, worker)[2:]
     into = link.tensors.local.new_zeros(link.size)
     torn, deadline_s = 0, time.monotonic() + LIMIT_S
     reader.read(reader.wait(), [into])
