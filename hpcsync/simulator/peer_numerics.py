@@ -75,27 +75,14 @@ class NullNumerics:
         """Return the nominal size of a compressed gradient for each worker."""
         return self._sizes * len(workers)
 
-    def snapshot(self, worker: int) -> None:
-        """Return None in place of a model."""
-
-    def mean(self, workers: Sequence[int]) -> None:
-        """Return None in place of a model."""
-
-    def step(self, *of_any_kind: Any, **options: Any) -> None:
-        """Do nothing."""
-
-    def forward(self, worker: int) -> None:
-        """Do nothing."""
-
-    def backward(self, worker: int) -> None:
-        """Do nothing."""
-
     def evaluate(self) -> tuple[float, float, float]:
         """Raise RuntimeError: there is nothing to evaluate."""
         raise RuntimeError("a workload without arithmetic cannot be evaluated")
 
-    def finish(self) -> None:
-        """Do nothing."""
+    def _nothing(self, *of_any_kind: Any, **options: Any) -> None:
+        """Do nothing; None takes the place of a model."""
+
+    snapshot = mean = step = forward = backward = finish = _nothing
 
 
 class OneReplica:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -181,38 +182,20 @@ class NoNumerics(Numerics):
     def __init__(self, job: Job, workload: Workload) -> None:
         self._encoder = ContributionEncoder(job, trainable(workload.model))
 
-    def grant(self, worker: int) -> None:
-        """Do nothing."""
-
-    def join(self, worker: int) -> None:
-        """Do nothing."""
-
     def contribute(self, worker: int, work: Work) -> tuple[float, Sequence[int]]:
         """Return NaN as the loss, and the nominal sizes."""
         return math.nan, self._encoder.nominal_bytes(work.ratio) if work.share == 1.0 else ()
-
-    def accumulate(self, accumulation: AccumulateCommand) -> None:
-        """Do nothing."""
-
-    def apply(self, update: UpdateCommand) -> None:
-        """Do nothing."""
-
-    def delivered(self, worker: int) -> None:
-        """Do nothing."""
 
     def evaluate(self, workers: Sequence[int]) -> tuple[float, float]:
         """Raise RuntimeError: there is nothing to evaluate."""
         raise RuntimeError("a workload without arithmetic cannot be evaluated")
 
-    def finish(self, workers: Sequence[int]) -> None:
+    def _nothing(self, *of_any_kind: Any, **options: Any) -> None:
         """Do nothing."""
+
+    grant = join = accumulate = apply = delivered = finish = _nothing
 
 
 def _rows(n: int, like: torch.Tensor) -> torch.Tensor:
     """Return zeros of shape (n, row_size); NumPy's use no memory until written, and most versions never are."""
     return torch.from_numpy(np.zeros((n, row_size(len(like))), like.numpy().dtype))
-
-
-def numerics(job: Job, workload: Workload) -> Numerics:
-    """Return the numerics of a job with servers."""
-    return (NoNumerics if workload.loss is None else Numerics)(job, workload)

@@ -31,7 +31,7 @@ from hpcsync.paradigms import Elapsed, Grant, Paradigm
 from hpcsync.simulator.cluster import SimulatedCluster
 from hpcsync.simulator.gradients import Work
 from hpcsync.simulator.run import Judged, Simulation, Watch
-from hpcsync.simulator.server_numerics import numerics
+from hpcsync.simulator.server_numerics import NoNumerics, Numerics
 from hpcsync.training.gradient import piece_shares
 from hpcsync.training.speed_models import estimator, nominal_clock
 from hpcsync.workloads.registry import Workload
@@ -100,7 +100,7 @@ class ServerSimulation(Simulation):
             )
             for worker, device in enumerate(cluster.devices)
         ]
-        self._numerics = numerics(job, workload)
+        self._numerics = (NoNumerics if workload.loss is None else Numerics)(job, workload)
         self._n_pushes = 0
         self._due: Elapsed | None = None  # scheduled latest
 

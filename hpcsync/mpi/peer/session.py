@@ -7,21 +7,27 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
+from mpi4py import MPI
 
+from hpcsync.config.job import Job
 from hpcsync.core.iterations import Iterations
 from hpcsync.core.peer_coordinator import BatchDivision, create_batch_division
 from hpcsync.core.peer_machine import PeerMachine, create_method
 from hpcsync.core.session import Asked
+from hpcsync.mpi.collectives.model_parts import Layers, SeparatedLayers
 from hpcsync.mpi.peer.channel import PeerChannel
-from hpcsync.mpi.peer.exchange import Setup
-from hpcsync.mpi.peer.factory import exchange, layers
+from hpcsync.mpi.peer.exchange import AllReducing, Averaging, Exchange, Setup, Swapping
+from hpcsync.mpi.peer.gossip import Pulling, Pushing
+from hpcsync.mpi.peer.pairs import Pairing
+from hpcsync.mpi.peer.stanza import StanzaExchange
 from hpcsync.mpi.session_base import Given, RankSession
 from hpcsync.mpi.transport import cuda, messages
 from hpcsync.mpi.transport.progress_engine import choose
 from hpcsync.paradigms.peer_method import ExchangeResult
+from hpcsync.paradigms.stanza import StanzaOptions
 from hpcsync.planning.batch_allocation import Allocated, Estimate
 from hpcsync.planning.speed_estimator import Estimator
 from hpcsync.run_dir.checkpoint import RUN
@@ -30,6 +36,23 @@ from hpcsync.trace.schema import Phase
 from hpcsync.training.gradient import Loss
 from hpcsync.training.speed_models import estimator
 
+TRANSPORTS: dict[str, type[Exchange]] = {
+    "all-reduce": AllReducing,
+    "separated-layers": StanzaExchange,
+    "average": Averaging,
+    "swap": Swapping,
+    "published": Pulling,
+    "inbox": Pushing,
+    "pairs": Pairing,
+}  # by the name in a method (`hpcsync.paradigms.peer_method`)
+
+
+def _layers(comm: MPI.Intracomm, job: Job, model: torch.nn.Module) -> Layers:
+    """Return the layers of this rank; collective."""
+    if job.paradigm.separates_layers:
+        return SeparatedLayers(comm, model, cast("StanzaOptions", job.paradigm).cut, job.groups)
+    return Layers(comm, model)
+
 
 class PeerSession(RankSession):
     """Session in which all ranks are workers, each with its own weights and optimizer."""
@@ -37,7 +60,7 @@ class PeerSession(RankSession):
     def __init__(self, given: Given) -> None:
         comm, job, checkpoints, transport = given.comm, given.job, given.checkpoints, given.placement.transport
         self._estimator = estimator(job, comm.rank)  # before the clock starts: it takes seconds
-        super().__init__(given, layers(comm, job, given.model))
+        super().__init__(given, _layers(comm, job, given.model))
         self.worker = comm.rank
         run, self._resumed = checkpoints.state(RUN), checkpoints.state(self._name)
         method = create_method(job)
@@ -57,7 +80,7 @@ class PeerSession(RankSession):
         if self._resumed is not None:
             built(BatchDivision | None, self._resumed["division"], self._division)
             built(Estimator | None, self._resumed["estimator"], self._estimator)
-        self._exchange = exchange(
+        self._exchange = TRANSPORTS[method.transport](
             Setup(
                 job, method, self._link, self.flat, self._optimizer, self._layers, self._end_of_backward, self._division
             )

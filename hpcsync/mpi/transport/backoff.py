@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from mpi4py import MPI
 
-from hpcsync.mpi.transport.communicator import pauses
+from hpcsync.mpi.transport.in_memory import MemoryCommunicator
 from hpcsync.mpi.transport.node_topology import on_one_node, ranks_here
 from hpcsync.mpi.transport.ulfm import Deaths
 
@@ -56,7 +56,7 @@ class Backoff:
         self._helps = not (self.one_node and passive)
         self._ceiling_s = NETWORK_CEILING_S if self._helps else NODE_CEILING_S
         self._since: float | None = None
-        self._pause = pauses(comm)
+        self._pause = comm.pause if isinstance(comm, MemoryCommunicator) else _pause
 
     def reset(self) -> None:
         """Start the next wait with spinning again, after progress was made."""
@@ -93,3 +93,11 @@ class Backoff:
         while (found := poll()) is None:
             self.pause()
         return found
+
+
+def _pause(seconds: float) -> None:
+    """Sleep, or yield the core for 0 seconds."""
+    if seconds > 0:
+        time.sleep(seconds)
+    else:
+        os.sched_yield()

@@ -6,9 +6,6 @@ mpi4py. What is not an operation of a communicator, such as creating a window, i
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias
 
 from mpi4py import MPI
@@ -90,15 +87,3 @@ def allocate_shared(comm: Communicator, n_bytes: int) -> RawWindow:
 def takes_several_threads(comm: Communicator) -> bool:
     """Return whether several threads of a rank may communicate at once."""
     return isinstance(comm, MemoryCommunicator) or MPI.Query_thread() >= MPI.THREAD_MULTIPLE
-
-
-def pauses(comm: Communicator) -> Callable[[float], None]:
-    """Return how a thread of this rank waits for so many seconds; 0 yields the core to other ranks."""
-    return comm.pause if isinstance(comm, MemoryCommunicator) else _pause
-
-
-def _pause(seconds: float) -> None:
-    if seconds > 0:
-        time.sleep(seconds)
-    else:
-        os.sched_yield()

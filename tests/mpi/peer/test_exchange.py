@@ -21,7 +21,7 @@ from hpcsync.core.peer_machine import create_method
 from hpcsync.mpi.collectives.model_parts import Layers
 from hpcsync.mpi.peer.channel import PeerChannel
 from hpcsync.mpi.peer.exchange import Setup
-from hpcsync.mpi.peer.factory import exchange
+from hpcsync.mpi.peer.session import TRANSPORTS
 from hpcsync.paradigms.peer_method import Agreed, ExchangeResult
 from hpcsync.training.flat_model import FlatModel
 
@@ -53,7 +53,7 @@ class Worker:
         self.flat = FlatModel(torch.nn.Linear(SIZE, 1, bias=False, dtype=torch.float64))
         self.link = PeerChannel(comm, self.flat.size, self.flat.weights.dtype)
         self.method = create_method(job)
-        self.made = exchange(
+        self.made = TRANSPORTS[self.method.transport](
             Setup(
                 job, self.method, self.link, self.flat, optimizer_spec(job), Layers(comm, self.flat.model), lambda: None
             )

@@ -8,7 +8,7 @@ import torch
 
 from hpcsync.core.coordinator import UpdateCommand
 from hpcsync.simulator.gradients import Work
-from hpcsync.simulator.server_numerics import numerics
+from hpcsync.simulator.server_numerics import Numerics
 from hpcsync.training.flat_model import FlatModel
 from hpcsync.training.sampler import batches
 from hpcsync.workloads.registry import build
@@ -29,7 +29,7 @@ class Run:
 
     def __init__(self, job) -> None:
         self.workload = build(job)
-        self.numbers = numerics(job, self.workload)
+        self.numbers = Numerics(job, self.workload)
         self.alpha = job.paradigm.moving_rate(job.cluster.workers)
         self.batch = Work(n_samples=job.workload.batch_size * job.paradigm.period, n_steps=job.paradigm.period)
         for worker in range(job.cluster.workers):

@@ -9,7 +9,7 @@ from torch import nn
 
 from hpcsync.core.coordinator import UpdateCommand
 from hpcsync.simulator.gradients import NEXT
-from hpcsync.simulator.server_numerics import NoNumerics, Numerics, numerics
+from hpcsync.simulator.server_numerics import NoNumerics, Numerics
 from hpcsync.training.gradient import worker_seed
 from hpcsync.training.sampler import batches
 from hpcsync.workloads.registry import Workload, build
@@ -123,7 +123,7 @@ def test_running_statistics_end_as_those_of_worker_0s_latest_push(in_place):
 
 def test_without_arithmetic_nothing_is_stored():
     job = make_job(workload=TIMING | {"parameters": 10**9}, cluster={"workers": 1000})
-    numbers = numerics(job, Workload(nn.Linear(1, 1), None, None, None))
+    numbers = NoNumerics(job, Workload(nn.Linear(1, 1), None, None, None))
     assert isinstance(numbers, NoNumerics)
     numbers.grant(0)
     loss, sizes_bytes = numbers.contribute(0, NEXT)
