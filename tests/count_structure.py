@@ -7,8 +7,9 @@ prints, for each checkout (by default this one):
 - files and lines of hpcsync that a push and its grant execute on two ranks, worker and server, from the end of a
   gradient's computation to the begin of the next one;
 - the records that hold a push (fields `loss` and `local_steps`, or a field of such a record) and those that hold a
-  grant (field `commit_s`, or a field of such a record): classes, messages and tables of the trace;
-- lines of the workers' and peers' halves of both engines, and of what they share;
+  grant (field `commit_s`, or a field of such a record): classes, tables of the trace, and messages that are declared
+  rather than derived from a class;
+- lines of the workers' and peers' halves of both engines, of what they share, and of what all sessions of ranks share;
 - `isinstance` and `case` on the options of a paradigm outside of `hpcsync/paradigms`.
 
 A checkout may be any commit since the folders have their present names; it needs no environment of its own.
@@ -33,7 +34,7 @@ HERE = Path(__file__).resolve().parent.parent
 ENGINES = """
     mpi/server/worker.py mpi/server/session.py mpi/server/local_steps.py
     mpi/peer/session.py mpi/peer/exchange.py mpi/peer/gossip.py mpi/peer/factory.py
-    simulator/server_run.py simulator/server_numerics.py
+    simulator/run.py simulator/server_run.py simulator/server_numerics.py
     simulator/peer_run.py simulator/sync_peers.py simulator/gossip.py simulator/peer_numerics.py simulator/factory.py
 """.split()
 SHARED = """
@@ -211,6 +212,7 @@ def count(checkout: Path) -> dict[str, Any]:
         "records of a grant": f"{len(held['grant'])}: {', '.join(held['grant'])}",
         "lines of both engines' worker and peer halves": n_lines(package, ENGINES),
         "lines that both engines share": n_lines(package, SHARED),
+        "lines that all sessions of ranks share": n_lines(package, ["mpi/session_base.py"]),
         "checks for a paradigm's options outside of paradigms/": option_checks(package),
     }
 
