@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 
 from hpcsync.audit.trace_audit import audit
-from hpcsync.core.assignments import create_paradigm, decision_fields
+from hpcsync.core.assignments import decision_fields
+from hpcsync.core.straggler_detector import StragglerDetector
 from hpcsync.mpi.rank0.straggler_report import StragglerReport
-from hpcsync.simulator import cluster, peer_transfers
-from hpcsync.simulator.factory import simulation
-from hpcsync.simulator.server_run import ServerSimulation
+from hpcsync.simulator.simulate import prepare
 from hpcsync.trace.schema import Phase
 from hpcsync.workloads.registry import build
 from tests.unit.jobs import make_job
@@ -50,10 +49,9 @@ def record(paradigm, phases=(Phase.COMPUTING,) * 3):
             watches.append(StragglerReport(run, Phases(phases), trace, places, job.paradigm.bound))
         watches[0].look(now_s)
 
-    if job.has_servers:
-        ServerSimulation(job, workload, cluster.build(job, workload), create_paradigm(job), trace, look).run()
-    else:
-        simulation(job, workload, peer_transfers.build(job, workload), trace, look).run()
+    simulation = prepare(job, workload)(trace, look)
+    simulation.coordinator.stalls = StragglerDetector()
+    simulation.run()
     return as_trace(job, trace.rows, decision_fields(job))
 
 
