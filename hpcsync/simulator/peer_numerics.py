@@ -7,6 +7,7 @@ model in transit is a copy made when it was sent.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -85,7 +86,29 @@ class NullNumerics:
     snapshot = mean = step = forward = backward = finish = _nothing
 
 
-class OneReplica:
+class _Trained(ABC):
+    """Gradients of all workers, and evaluations of the mean of their weights."""
+
+    def __init__(self, job: Job, workload: Workload) -> None:
+        self._evaluation = Evaluation(job, workload)
+        self._gradients = Gradients(job, workload)
+
+    @abstractmethod
+    def _mean(self) -> tuple[torch.Tensor, float]:
+        """Return the mean of the workers' weights, shape (size,), and their consensus distance."""
+
+    def evaluate(self) -> tuple[float, float, float]:
+        """Return loss and accuracy of the mean weights, and the consensus distance."""
+        mean, distance = self._mean()
+        return (*self._evaluation(mean, self._gradients.all_buffers()), distance)
+
+    def finish(self) -> None:
+        """Write the mean weights, and buffers, into the workload's model."""
+        self._gradients.flat.weights.copy_(self._mean()[0])
+        self._evaluation.finish(self._gradients.all_buffers())
+
+
+class OneReplica(_Trained):
     """Numerics of all-reduce on a single replica.
 
     All replicas are equal bit for bit, so one represents all of them. It is what a single process would have,
@@ -93,8 +116,7 @@ class OneReplica:
     """
 
     def __init__(self, job: Job, workload: Workload) -> None:
-        self._evaluation = Evaluation(job, workload)
-        self._gradients = Gradients(job, workload)
+        super().__init__(job, workload)
         start = self._gradients.flat.weights
         self._weights = torch.nn.Parameter(start.clone())
         self._slots = [torch.empty_like(start) for _ in range(job.cluster.workers)]
@@ -124,26 +146,19 @@ class OneReplica:
             del slots[1:]  # the first holds the mean
         self._rule.update(slots, lr, [1.0] * len(slots), len(slots) / correction)
 
-    def evaluate(self) -> tuple[float, float, float]:
-        """Return loss and accuracy; the consensus distance is 0."""
-        return (*self._evaluation(self._weights.data, self._gradients.all_buffers()), 0.0)
-
-    def finish(self) -> None:
-        """Write weights and buffers into the workload's model."""
-        self._gradients.flat.weights.copy_(self._weights.data)
-        self._evaluation.finish(self._gradients.all_buffers())
+    def _mean(self) -> tuple[torch.Tensor, float]:
+        return self._weights.data, 0.0
 
 
-class Replicas:
+class Replicas(_Trained):
     """Numerics of one replica per worker.
 
     Memory: one row of the flat weights per worker, its optimizer's state, and published models or models in transit.
     """
 
     def __init__(self, job: Job, workload: Workload) -> None:
+        super().__init__(job, workload)
         spec = OptimizerSpec.of_job(job)
-        self._evaluation = Evaluation(job, workload)
-        self._gradients = Gradients(job, workload)
         start = self._gradients.flat.weights
         self._weights = [start.clone() for _ in range(job.cluster.workers)]
         method = create_method(job)
@@ -180,18 +195,8 @@ class Replicas:
         self._outer.step(mean)
         return mean
 
-    def evaluate(self) -> tuple[float, float, float]:
-        """Return loss and accuracy of the mean weights, and the consensus distance."""
-        mean = self._mean()
-        return (*self._evaluation(mean.values, self._gradients.all_buffers()), mean.distance)
-
-    def finish(self) -> None:
-        """Write the mean weights, and buffers, into the workload's model."""
-        self._gradients.flat.weights.copy_(self._mean().values)
-        self._evaluation.finish(self._gradients.all_buffers())
-
-    def _mean(self) -> Mean:
+    def _mean(self) -> tuple[torch.Tensor, float]:
         mean = Mean(torch.empty_like(self._weights[0]))
         for peer in self.updates:
             mean.add(peer.shown(), peer.weight)
-        return mean
+        return mean.values, mean.distance
