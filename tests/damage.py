@@ -168,24 +168,26 @@ def trial(rng: random.Random, source: Path, folder: Path) -> Iterator[tuple[str,
     path = folder / "damaged.h5"
     shutil.copy(source, path)
     how = damage(rng, path)
-    for act in (_audit, _summarize, _explain):
-        yield how, act.__name__[1:], _apart(lambda act=act: outcome(act, path))
+    acts = (_audit, _summarize, _explain)
+    for act, answer in zip(acts, _apart([lambda act=act: outcome(act, path) for act in acts]), strict=True):
+        yield how, act.__name__[1:], answer
 
 
-def _apart(call: Callable[[], str]) -> str:
-    """Return what a call returns in a process of its own."""
+def _apart(calls: Sequence[Callable[[], str]]) -> list[str]:
+    """Return what these calls, one after the other, return in a process of their own."""
     read, write = os.pipe()
     if (pid := os.fork()) == 0:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(LIMIT_S)
         with contextlib.redirect_stderr(io.StringIO()):
-            os.write(write, call().encode()[:4000])
+            for call in calls:
+                signal.alarm(LIMIT_S)
+                os.write(write, call().replace("\n", " ").encode()[:4000] + b"\n")
         os._exit(0)
     os.close(write)
     with os.fdopen(read, "rb") as pipe:
-        answer = pipe.read().decode()
+        answers = pipe.read().decode(errors="replace").splitlines()
     signum = os.waitpid(pid, 0)[1]
-    return answer or f"ENDED by signal {signum}"
+    return [*answers, *[f"ENDED by signal {signum}"] * (len(calls) - len(answers))]
 
 
 def main(arguments: Sequence[str]) -> int:

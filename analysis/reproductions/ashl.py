@@ -86,6 +86,7 @@ METHODS = {
     "ASHL": ashl(),
     "ASHL, feedback": ashl(FEEDBACK),
 }
+RATED = tuple(METHODS)  # each with its own best learning rate
 WAITING = ("BSP", "SSP", "local SGD")
 SHORT = "ASHL, of 2 pushes"  # its profile: the shortest that there is
 SWEPT = ("ADSP", "ADSP, fixed", "ADSP, top-k", "ASHL", SHORT)  # where links are varied
@@ -541,7 +542,7 @@ def tuned_runs(out: Path, seeds: int, processes: int, console: Console, length: 
         return job(f"{BASE}-tuned-{name}", method, workers, unevenness, SLOWEST, seed, length)
 
     reported = range(FIRST_SEED, FIRST_SEED + seeds)
-    return tuned(BASE, list(METHODS), make, measure, ("loss_s", "accuracy_s"), reported, out, processes, console)
+    return tuned(BASE, RATED, make, measure, ("loss_s", "accuracy_s"), reported, out, processes, console)
 
 
 def reproduce(out: Path, seeds: int, processes: int, console: Console, length: float = 1.0) -> pd.DataFrame:

@@ -79,6 +79,7 @@ ADAPTIVE = ("k-sync state", "k-async state")  # the thesis's; "loss" is AdaSync'
 TOGETHER = ("k-sync state + batches", "k-async state + batches")
 ALWAYS = "k-batch-async 8"  # as many contributions an update as BSP, and nobody waits: not the thesis's
 KEY = ("BSP", "ASP", ALWAYS, *ADAPTIVE, "BSP + batches", "ASP + batches", *TOGETHER)
+RATED = KEY  # each with its own best learning rate
 # What the adaptive algorithm and the allocation are made of: each without one of its parts, or with another.
 PARTS = {
     "k-sync state, abort": first("k-sync", "state", cancel="abort"),
@@ -503,7 +504,7 @@ def tuned_runs(out: Path, seeds: int, processes: int, console: Console, length: 
         return job("heterogeneous", "plain", method, seed, length, factor)
 
     by, reported = ("loss_s", "accuracy_s"), range(FIRST_SEED, FIRST_SEED + seeds)
-    return tuned("heterogeneous", KEY, make, lambda f: measure(f)[0], by, reported, out, processes, console)
+    return tuned("heterogeneous", RATED, make, lambda f: measure(f)[0], by, reported, out, processes, console)
 
 
 def reproduce(out: Path, seeds: int, processes: int, console: Console, length: float = 1.0) -> pd.DataFrame:

@@ -158,11 +158,14 @@ class TraceFile(_Described):
         Rows of each table that belong together, as of the last flush.
     slice_rows
         Rows of a slice; the last slice of a table may have fewer.
+    flushed
+        The last flush: rows of each table and, since format version 8, their checksums.
     """
 
     file: h5py.File
     n_rows: dict[str, int]
     slice_rows: int
+    flushed: np.void
 
     def slices(self, table: str) -> Iterator[np.ndarray]:
         """Yield the rows of a table slice by slice; one empty slice for a table without rows."""
@@ -175,9 +178,8 @@ class TraceFile(_Described):
 
     def checksum(self, table: str) -> int | None:
         """Return the CRC-32 of the rows of a table when they were written; None in a trace of format version 7."""
-        flushed = self.file.attrs["flushed_rows"]
         name = f"{table}{CHECKSUM}"
-        return int(flushed[name]) if name in flushed.dtype.names else None
+        return int(self.flushed[name]) if name in self.flushed.dtype.names else None
 
     def verify(self) -> None:
         """Read all rows, and raise TraceError if they are not those that were written."""
@@ -221,11 +223,12 @@ def opened(path: str | Path, slice_rows: int = SLICE_ROWS) -> Iterator[TraceFile
     path = trace_path(path)
     with _open(path, "r") as file:
         with _reporting_damage(path):
-            attributes = {name: _shown(name, _plain(value)) for name, value in file.attrs.items()}
-            attributes.pop("flushed_rows", None)
+            values = dict(file.attrs)
+            flushed = values.pop("flushed_rows", None)
+            attributes = {name: _shown(name, _plain(value)) for name, value in values.items()}
             _check_attributes(attributes)
-            n_rows = {table: _n_rows(file, table, attributes["format_version"]) for table in TABLES}
-        yield TraceFile(path, attributes, file, n_rows, slice_rows)
+            n_rows = {table: _n_rows(file, table, flushed, attributes["format_version"]) for table in TABLES}
+        yield TraceFile(path, attributes, file, n_rows, slice_rows, flushed)
 
 
 def _check_attributes(attributes: Mapping[str, Any]) -> None:
@@ -249,15 +252,16 @@ def _check_workers(table: str, worker: np.ndarray, n_workers: int) -> None:
         raise ValueError(f"/{table} names a worker that is none of {n_workers}")
 
 
-def _n_rows(file: h5py.File, table: str, version: int) -> int:
+def _n_rows(file: h5py.File, table: str, flushed: Any, version: int) -> int:
     """Return the rows of a table that belong together. Raises ValueError if it has not the columns of its schema."""
-    dataset, flushed = file.get(table), file.attrs["flushed_rows"]
-    if not isinstance(dataset, h5py.Dataset) or dataset.ndim != 1 or dataset.dtype.names is None:
+    dataset = file.get(table)
+    dtype = dataset.dtype if isinstance(dataset, h5py.Dataset) and dataset.ndim == 1 else np.dtype(int)
+    if dtype.names is None:
         raise ValueError(f"/{table} must be a table")
-    found = [(name, dataset.dtype[name].str) for name in dataset.dtype.names]
+    found = [(name, dtype[name].str) for name in dtype.names]
     wanted = [(name, TABLES[table][name].str) for name in TABLES[table].names or ()]
     if version < FORMAT_VERSION and table == "grants":
-        wanted = [column for column in wanted if column[0] in dataset.dtype.names or column[0] not in ADDED]
+        wanted = [column for column in wanted if column[0] in dtype.names or column[0] not in ADDED]
     if table == "decisions":  # further columns are the inputs of the controllers
         wanted = wanted + [(name, "<f8") for name, _ in found[len(wanted) :]]
     if found != wanted:

@@ -106,7 +106,7 @@ def _one_process(world: World) -> Iterator[None]:
     switch_s, n_threads = sys.getswitchinterval(), torch.get_num_threads()
     one_thread = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = str(n_threads)  # that many on every rank
-    with _waiting_in(world):
+    with _waiting_in(world), world.turns.own_draws():
         yield
     if one_thread is None:
         del os.environ["OMP_NUM_THREADS"]

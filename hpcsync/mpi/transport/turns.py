@@ -1,7 +1,8 @@
 """Turns of ranks that are threads of one process: one of them computes at a time.
 
-At each turn the global state of the process becomes that of the rank: the random generators of torch, NumPy and Python,
-and `sys.excepthook`. A rank therefore draws what a process of its own would draw.
+At each turn the global state of the process becomes that of the rank: the random generators of torch and NumPy, and
+`sys.excepthook`. The functions of Python's `random` draw from the generator of the rank that calls them, since copying
+that state takes longer than all else in a turn. A rank therefore draws what a process of its own would draw.
 """
 
 from __future__ import annotations
@@ -11,18 +12,21 @@ import random
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
 
+# The functions of `random` that are methods of its one generator.
+DRAWS = [name for name, draw in vars(random).items() if isinstance(getattr(draw, "__self__", None), random.Random)]
+
 
 class ProcessState:
-    """Global state of a process, as one rank sees it."""
+    """Global state of a process, as one rank sees it, without Python's generator."""
 
     def __init__(self) -> None:
         self.torch = torch.default_generator.get_state()
-        self.python = random.getstate()
         self.numpy = np.random.MT19937()
         self.numpy.state = np.random.get_state(legacy=False)  # type: ignore[assignment]
         self.excepthook = sys.excepthook
@@ -30,13 +34,11 @@ class ProcessState:
     def keep(self) -> None:
         """Read the state, after the rank may have changed it."""
         self.torch = torch.default_generator.get_state()
-        self.python = random.getstate()
         self.excepthook = sys.excepthook  # NumPy's generator is kept by reference
 
     def establish(self) -> None:
         """Make this the state of the process."""
         torch.default_generator.set_state(self.torch)
-        random.setstate(self.python)
         np.random.mtrand.set_bit_generator(self.numpy)
         sys.excepthook = self.excepthook
 
@@ -49,12 +51,16 @@ class Turns:
         self._gates: deque[threading.Lock] = deque()
         self._taken = False
         self._states = [ProcessState() for _ in range(n_ranks)]
+        self._python = [random.Random() for _ in range(n_ranks)]
+        for generator in self._python:
+            generator.setstate(random.getstate())
         self._latest: int | None = None
-        self._own = threading.local()  # `rank` and `has` of a rank's own thread
+        self._own = threading.local()  # `rank` and `has` of a rank's own thread, and its generator `python`
 
     def enter(self, rank: int) -> None:
         """Make this thread that of a rank, and wait for its turn."""
         self._own.rank = rank
+        self._own.python = self._python[rank]
         self._take()
 
     @property
@@ -89,6 +95,26 @@ class Turns:
         if self.mine and self._gates:
             self._give()
             self._take()
+
+    @contextlib.contextmanager
+    def own_draws(self) -> Iterator[None]:
+        """Let the functions of `random` use a rank's own generator in its thread."""
+        shared = {name: getattr(random, name) for name in DRAWS}
+
+        def drawing(name: str) -> Callable[..., Any]:
+            def draw(*args: Any, **options: Any) -> Any:
+                own = getattr(self._own, "python", None)
+                return (shared[name] if own is None else getattr(own, name))(*args, **options)
+
+            return draw
+
+        for name in DRAWS:
+            setattr(random, name, drawing(name))
+        try:
+            yield
+        finally:
+            for name, draw in shared.items():
+                setattr(random, name, draw)
 
     def _take(self) -> None:
         with self._guard:

@@ -186,6 +186,7 @@ def test_a_second_call_simulates_nothing_and_says_the_same(tmp_path, monkeypatch
     monkeypatch.setitem(matplotlib.rcParams, "savefig.dpi", 50)
     monkeypatch.setattr(tuning, "FACTORS", (1.0,))
     monkeypatch.setattr(tuning, "SEEDS", (1,))
+    monkeypatch.setattr(ashl, "RATED", ("BSP", "local SGD"))
     every = ashl.jobs
 
     def few(seeds, length):

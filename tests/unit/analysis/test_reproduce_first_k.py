@@ -177,6 +177,7 @@ def test_a_second_call_simulates_nothing_and_says_the_same(tmp_path, monkeypatch
     monkeypatch.setitem(matplotlib.rcParams, "savefig.dpi", 50)
     monkeypatch.setattr(tuning, "FACTORS", (1.0,))
     monkeypatch.setattr(tuning, "SEEDS", (1,))
+    monkeypatch.setattr(first_k, "RATED", ("BSP", "ASP"))
     every = first_k.jobs
 
     def few(seeds, length):

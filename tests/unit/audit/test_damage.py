@@ -1,6 +1,8 @@
 """Damaged traces: every command answers, or refuses the file in one line."""
 
 import random
+import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,3 +22,8 @@ def test_damaged_traces(tmp_path: Path, paradigm: dict[str, object]) -> None:
 
 def test_a_traceback_would_be_found() -> None:
     assert damage.outcome(lambda path: str(1 // 0), Path()).startswith("ZERODIVISIONERROR in ")
+
+
+def test_a_crash_would_be_found() -> None:
+    crash = partial(signal.raise_signal, signal.SIGKILL)
+    assert damage._apart([lambda: "passed", crash, lambda: "explained"]) == ["passed", *["ENDED by signal 9"] * 2]

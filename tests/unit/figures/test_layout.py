@@ -1,6 +1,7 @@
 """Figures of one column of a paper: every text lies within the figure, and no two texts overlap."""
 
 import struct
+from functools import cache
 from itertools import combinations
 
 import pytest
@@ -57,6 +58,7 @@ def seeds(*args, n=3, **how):
     return [with_seed(record(*args, **how), seed) for seed in range(n)]
 
 
+@cache
 def traces_of(name):
     if name == "consensus":
         return [peer_recorder.record(mode) for mode in ("push-sum", "permutation", "local-sgd", "allreduce")]
