@@ -179,7 +179,7 @@ class TraceFile(_Described):
     def checksum(self, table: str) -> int | None:
         """Return the CRC-32 of the rows of a table when they were written; None in a trace of format version 7."""
         name = f"{table}{CHECKSUM}"
-        return int(self.flushed[name]) if name in self.flushed.dtype.names else None
+        return int(self.flushed[name]) if name in (self.flushed.dtype.names or ()) else None
 
     def verify(self) -> None:
         """Read all rows, and raise TraceError if they are not those that were written."""
@@ -255,7 +255,7 @@ def _check_workers(table: str, worker: np.ndarray, n_workers: int) -> None:
 def _n_rows(file: h5py.File, table: str, flushed: Any, version: int) -> int:
     """Return the rows of a table that belong together. Raises ValueError if it has not the columns of its schema."""
     dataset = file.get(table)
-    dtype = dataset.dtype if isinstance(dataset, h5py.Dataset) and dataset.ndim == 1 else np.dtype(int)
+    dtype: Any = dataset.dtype if isinstance(dataset, h5py.Dataset) and dataset.ndim == 1 else np.dtype(int)
     if dtype.names is None:
         raise ValueError(f"/{table} must be a table")
     found = [(name, dtype[name].str) for name in dtype.names]
