@@ -321,12 +321,20 @@ def report_(
         typer.Argument(metavar="RUN...", help="Traces, or folders with the traces of runs.", show_default=False),
     ],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The file, .html.")] = Path("report.html"),
+    audited: Annotated[
+        bool | None,
+        typer.Option(
+            "--audit/--no-audit",
+            help="Audit all runs, or none; by default as many as take half a minute.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Write a report of runs: one HTML file with figures, tables, the audit and the job, that loads nothing."""
     from hpcsync.cli import report
 
     with user_errors_in_one_line():
-        sys.exit(report.main(runs, out))
+        sys.exit(report.main(runs, out, audited=audited))
 
 
 @app.command()

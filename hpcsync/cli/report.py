@@ -13,10 +13,11 @@ from hpcsync.system.atomic_files import whole
 SUFFIXES = (".html", ".htm")
 
 
-def main(paths: Sequence[Path], file: Path) -> int:
+def main(paths: Sequence[Path], file: Path, *, audited: bool | None = None) -> int:
     """Write the report of these runs; return the exit status.
 
-    One run may have any status. Of several runs, those that have not finished are left out.
+    One run may have any status. Of several runs, those that have not finished are left out. `audited` is whether all
+    or no runs are audited; by default as many as half a minute allows.
 
     Raises
     ------
@@ -32,7 +33,7 @@ def main(paths: Sequence[Path], file: Path) -> int:
         found = {grid.Variant("", run.job.paradigm.label): {run.job.seed: run}}
     if not found:
         raise JobError("report: no run has finished")
-    write_report(found, file)
+    write_report(found, file, audited=audited)
     return 0
 
 
@@ -42,7 +43,7 @@ def check(file: Path) -> None:
         raise JobError(f"{file}: must end in {' or '.join(SUFFIXES)}")
 
 
-def write_report(found: Found, file: Path) -> None:
+def write_report(found: Found, file: Path, *, audited: bool | None = None) -> None:
     """Write the report of these runs and print the name of the file. Raises JobError if that is not possible."""
     from hpcsync.html_report.page import render
     from hpcsync.html_report.run_data import RunData, read_all
@@ -52,7 +53,8 @@ def write_report(found: Found, file: Path) -> None:
     data: dict[str, dict[str, list[RunData]]] = {}
     given = [(variant, run) for variant, runs in found.items() for run in runs.values()]
     try:
-        for (variant, run), each in zip(given, read_all((run.trace, run.summary) for _, run in given), strict=True):
+        read = read_all(((run.trace, run.summary) for _, run in given), audited=audited)
+        for (variant, run), each in zip(given, read, strict=True):
             label = run.job.paradigm.label if one else variant.label
             data.setdefault(variant.condition, {}).setdefault(label, []).append(each)
     except TraceError as error:

@@ -180,7 +180,7 @@ def _audits(runs: Sequence[RunData]) -> list[dict[str, Any]]:
         checks = run.checks or ()
         failed = [check for check in checks if not check.passed]
         if run.checks is None:
-            result = "not audited: the report has too many rows, use hpcsync audit"
+            result = "not audited here: hpcsync report --audit audits every run"
         else:
             result = f"{len(failed)} of {len(checks)} checks failed" if failed else f"all {len(checks)} checks passed"
         name = f"{run.job.paradigm.label}, seed {run.job.seed}: {run.path.parent}"

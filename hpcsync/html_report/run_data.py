@@ -17,7 +17,8 @@ from hpcsync.trace.reader import Trace, TraceFile, load, opened
 from hpcsync.trace.schema import Outcome
 
 PARTS = ("load", "compute", "wait", "comm")  # columns of times, without their unit
-AUDITED_ROWS = 250_000  # of all runs of a report: an audit takes about 20 s for as many pushes
+AUDITED_ROWS = 1_000_000  # of all runs of a report: half a minute
+AUDITED_ROWS_OF_A_RUN = 250_000  # 700 MB
 EVALUATIONS = 500  # rows kept of a run, evenly spaced
 DECISIONS = 400  # rows kept of each controller, evenly spaced
 STALLS = 40  # rows kept
@@ -76,8 +77,11 @@ class RunData(NamedTuple):
     checks: tuple[Check, ...] | None
 
 
-def read_all(runs: Iterable[tuple[Path, Summary]]) -> Iterator[RunData]:
-    """Read runs in turn, and audit each that has no more than the rows that are left of `AUDITED_ROWS`.
+def read_all(runs: Iterable[tuple[Path, Summary]], *, audited: bool | None = None) -> Iterator[RunData]:
+    """Read runs in turn, and audit all or none of them.
+
+    By default those are audited that have at most `AUDITED_ROWS_OF_A_RUN` rows, and no more than are left of
+    `AUDITED_ROWS`.
 
     Raises
     ------
@@ -87,8 +91,9 @@ def read_all(runs: Iterable[tuple[Path, Summary]]) -> Iterator[RunData]:
     left = AUDITED_ROWS
     for path, summary in runs:
         n_rows = summary.pushes or summary.iterations
-        yield read(path, summary, audited=n_rows <= left)
-        left -= n_rows if n_rows <= left else 0
+        is_audited = n_rows <= min(left, AUDITED_ROWS_OF_A_RUN) if audited is None else audited
+        yield read(path, summary, audited=is_audited)
+        left -= n_rows if is_audited else 0
 
 
 def read(path: Path, summary: Summary, *, audited: bool = True) -> RunData:

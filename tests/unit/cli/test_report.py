@@ -27,6 +27,9 @@ def test_one_run_whatever_its_status(run: Path) -> None:
     result = hpcsync("report", run)
     assert (result.exit_code, result.stdout) == (0, "written: report.html\n")
     assert "<h1>small</h1>" in Path("report.html").read_text()
+    assert "1 of 1" in Path("report.html").read_text()
+    assert hpcsync("report", run, "--no-audit").exit_code == 0
+    assert "none made" in Path("report.html").read_text()
     with h5py.File(run / "trace.h5", "r+") as file:
         file.attrs["status"] = "interrupted"
     assert hpcsync("report", run, "-o", "one.html").exit_code == 0

@@ -274,7 +274,11 @@ def test_as_many_runs_are_audited_as_the_limit_allows(
     monkeypatch.setattr(run_data, "AUDITED_ROWS", n_rows[0] + n_rows[1])
     found = list(run_data.read_all(given))
     assert [run.checks is not None for run in found] == [True, True, False]
-    assert "not audited: the report has too many rows" in render({"": {"dssp": found}})
+    monkeypatch.setattr(run_data, "AUDITED_ROWS_OF_A_RUN", n_rows[0] - 1)
+    assert all(run.checks is None for run in run_data.read_all(given[:1]))
+    assert all(run.checks for run in run_data.read_all(given, audited=True))
+    assert all(run.checks is None for run in run_data.read_all(given, audited=False))
+    assert "not audited here: hpcsync report --audit" in render({"": {"dssp": found}})
     for name in ("parts_s", "staleness", "leads"):  # in slices and in memory
         np.testing.assert_array_equal(getattr(found[2], name), getattr(runs["dssp"][2], name))
 
