@@ -382,6 +382,12 @@ def export_(
             show_default=False,
         ),
     ] = None,
+    from_s: Annotated[
+        float | None, typer.Option("--from", metavar="S", help="Begin at this second.", show_default=False)
+    ] = None,
+    to_s: Annotated[
+        float | None, typer.Option("--to", metavar="S", help="End at this second.", show_default=False)
+    ] = None,
 ) -> None:
     """Write runs for Perfetto (several in one file), as CSV for Pipit, or their tables as Parquet.
 
@@ -390,7 +396,7 @@ def export_(
     from hpcsync.cli import export
 
     with user_errors_in_one_line():
-        sys.exit(export.main(runs, out, kind))
+        sys.exit(export.main(runs, out, kind, from_s, to_s))
 
 
 app.command("figure", help=figure.HELP)(figure.command)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -13,9 +14,12 @@ from hpcsync.config.errors import JobError
 SUFFIXES = {"perfetto": (".pftrace", ".perfetto-trace"), "csv": (".csv",), "parquet": (".parquet", "")}
 MODULES = {"perfetto": "perfetto", "csv": "pipit", "parquet": "parquet"}  # in hpcsync.export
 PACKAGES = ("pandas", "perfetto", "pyarrow")  # of the extra `export`
+WHOLE = (0.0, math.inf)  # seconds of a run
 
 
-def main(runs: Sequence[Path], out: Path, kind: str | None) -> int:
+def main(
+    runs: Sequence[Path], out: Path, kind: str | None, from_s: float | None = None, to_s: float | None = None
+) -> int:
     """Write the file, or the folder of tables, and print its name; return the exit status.
 
     Parameters
@@ -26,6 +30,8 @@ def main(runs: Sequence[Path], out: Path, kind: str | None) -> int:
         File to create or replace; for parquet a folder.
     kind
         A key of `SUFFIXES`; None for the one that the suffix of `out` tells.
+    from_s, to_s
+        Seconds of the runs between which they are exported; None for their begin and end.
 
     Raises
     ------
@@ -37,9 +43,14 @@ def main(runs: Sequence[Path], out: Path, kind: str | None) -> int:
     kind, runs = kind_of(out, kind), finished_runs.traces(runs)
     if kind != "perfetto" and len(runs) > 1:
         raise JobError(f"--format {kind}: takes one RUN; {len(runs)} were given. Only perfetto takes several")
+    window = (0.0 if from_s is None else from_s, math.inf if to_s is None else to_s)
+    if kind == "parquet" and window != WHOLE:
+        raise JobError("--from, --to: must be left out with --format parquet, which has every row")
+    if window[0] >= window[1]:
+        raise JobError(f"--from {window[0]:g}: must be less than --to {window[1]:g}")
     module = module_of(kind)
     try:
-        print(f"written: {write(kind, module, runs, out)}")
+        print(f"written: {write(kind, module, runs, out, window)}")
     except TraceError as error:
         raise JobError(str(error)) from None
     except OSError as error:
@@ -82,14 +93,21 @@ def module_of(kind: str) -> Any:
         ) from None
 
 
-def write(kind: str, module: Any, runs: Sequence[Path], out: Path) -> str:
-    """Write the runs; return what was written in words."""
+def write(kind: str, module: Any, runs: Sequence[Path], out: Path, window: tuple[float, float] = WHOLE) -> str:
+    """Write the runs, or these seconds of them; return what was written in words."""
     from hpcsync import figures
+    from hpcsync.export.window import part
     from hpcsync.trace.reader import opened
 
     if kind == "parquet":
         with opened(runs[0]) as trace:
             return f"{out}, {len(module.write(trace, out))} tables"
-    traces = figures.open_traces(runs)
+    if window == WHOLE:
+        traces = figures.open_traces(runs)
+    else:
+        traces = []
+        for run in runs:
+            with opened(run) as trace:
+                traces.append(part(trace, *window))
     module.write(traces if kind == "perfetto" else traces[0], out)
     return str(out)

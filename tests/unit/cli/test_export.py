@@ -44,6 +44,10 @@ def test_the_suffix_tells_the_format(run: Path) -> None:
     assert hpcsync("export", run, "-o", "tables", "--format", "parquet").exit_code == 0  # replaced
     assert Path("tables/pushes.parquet").stat().st_size
     assert hpcsync("export", run.parent, "-o", "a.csv").exit_code == 0  # the folder with the run
+    whole = Path("a.csv").read_text().splitlines()
+    middle_s = 0.5e-9 * int(whole[-1].split(",")[0])
+    assert hpcsync("export", run, "-o", "a.csv", "--from", middle_s).exit_code == 0
+    assert 0.3 < len(Path("a.csv").read_text().splitlines()) / len(whole) < 0.7
 
 
 def test_refusals(run: Path) -> None:
@@ -63,6 +67,8 @@ def test_refusals(run: Path) -> None:
     assert refused("absent", "-o", "a.csv").startswith("absent: no such file")
     if importlib.util.find_spec("perfetto"):
         assert refused(run, run, "-o", "a.pftrace").endswith("given twice\n")
+    assert refused(run, "-o", "a.csv", "--from", 3, "--to", 2) == "--from 3: must be less than --to 2\n"
+    assert "must be left out with --format parquet" in refused(run, "-o", "a", "--format", "parquet", "--to", 2)
     assert refused(run, "-o", "absent/a.csv") == "absent/a.csv: No such file or directory\n"
 
 
