@@ -80,6 +80,7 @@ def _numbers(found: Explanation, what_if: WhatIf | None, lines: list[str]) -> di
                 "worker": worker,
                 "host": host,
                 **{f"{part}_s": float(found.parts_s[worker, i]) for i, part in enumerate(PARTS)},
+                "between_s": float(found.between_s[worker]),
                 "iteration_s": _known(found.iteration_s[worker]),
                 "slowness": _known(found.slowness[worker]),
                 "caused_s": float(waits.caused_s[worker]),

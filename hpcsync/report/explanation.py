@@ -80,6 +80,9 @@ class Explanation(NamedTuple):
         Time of the last row of the trace.
     parts_s
         Seconds of each part of the iterations, shape (n_workers, 4), in the order of `PARTS`.
+    between_s
+        Time of each worker between its iterations, such as that of its optimizer's step, shape (n_workers,); 0 with
+        servers, where it is in the other columns.
     iteration_s
         Mean time of a local step of each worker without waiting and transfers, shape (n_workers,); NaN without one.
     waits
@@ -92,6 +95,7 @@ class Explanation(NamedTuple):
     waiting: str
     duration_s: float
     parts_s: np.ndarray
+    between_s: np.ndarray
     iteration_s: np.ndarray
     waits: Waits
     hosts: tuple[str, ...]
@@ -122,11 +126,14 @@ def explain(trace: Trace | TraceFile) -> Explanation:
     """Return what the time of a run went to. The trace is read in slices."""
     n_workers, served = trace.n_workers, trace.job.has_servers
     parts_s, n_steps, duration_s = np.zeros((n_workers, len(PARTS))), np.zeros(n_workers), 0.0
+    between_s, ended_s = np.zeros(n_workers), np.full(n_workers, np.nan)
     for rows in trace.slices("pushes" if served else "exchanges"):
         for i, part in enumerate(PARTS):
             parts_s[:, i] += np.bincount(rows["worker"], np.nan_to_num(rows[f"{part}_s"]), n_workers)
         steps = rows["local_steps"] * rows["share"] if served else rows["batch_size"] > 0
         n_steps += np.bincount(rows["worker"], steps, n_workers)
+        if not served:
+            between_s += _between_s(rows[rows["batch_size"] > 0], ended_s)
         duration_s = max(duration_s, float(rows["now_s"].max(initial=0.0)))
     for rows in trace.slices("updates"):
         duration_s = max(duration_s, float(rows["now_s"].max(initial=0.0)))
@@ -134,8 +141,23 @@ def explain(trace: Trace | TraceFile) -> Explanation:
         iteration_s = (parts_s[:, 0] + parts_s[:, 1]) / np.where(n_steps > 0, n_steps, np.nan)
     paradigm = trace.job.paradigm
     return Explanation(
-        paradigm.label, paradigm.waiting, duration_s, parts_s, iteration_s, waits(trace), hosts_of(trace)
+        paradigm.label, paradigm.waiting, duration_s, parts_s, between_s, iteration_s, waits(trace), hosts_of(trace)
     )
+
+
+def _between_s(rows: np.ndarray, ended_s: np.ndarray) -> np.ndarray:
+    """Return the time of each worker between the iterations of these rows of /exchanges, shape (n_workers,).
+
+    `ended_s` holds the end of each worker's iteration before them, NaN before the first, and is changed to that of the
+    last one.
+    """
+    rows = rows[np.lexsort((rows["iteration"], rows["worker"]))]
+    worker, ends_s = rows["worker"], rows["end_s"] + rows["wait_s"] + rows["comm_s"]
+    before_s = np.concatenate([[np.nan], ends_s[:-1]])
+    first = np.concatenate([[True], worker[1:] != worker[:-1]])[: len(rows)]
+    before_s = np.where(first, ended_s[worker], before_s[: len(rows)])
+    ended_s[worker] = ends_s  # of several rows of a worker the last one counts
+    return np.bincount(worker, np.nan_to_num(np.maximum(rows["begin_s"] - before_s, 0.0)), len(ended_s))
 
 
 def hosts_of(trace: Trace | TraceFile) -> tuple[str, ...]:
@@ -151,9 +173,10 @@ def hosts_of(trace: Trace | TraceFile) -> tuple[str, ...]:
 
 def sentences(found: Explanation, what_if: WhatIf | None) -> Iterator[str]:
     """Yield what a user would want to know, one sentence each."""
-    total_s = found.parts_s.sum(axis=0)
+    total_s = np.append(found.parts_s.sum(axis=0), found.between_s.sum())
     shares = total_s / (total_s.sum() or 1.0)
-    named = [f"{WORDS[part]} {_percent(share)}" for part, share in zip(PARTS, shares, strict=True) if share >= 0.005]
+    words = (*(WORDS[part] for part in PARTS), "steps of the optimizer and other work between iterations")
+    named = [f"{word} {_percent(share)}" for word, share in zip(words, shares, strict=True) if share >= 0.005]
     yield f"The run took {_seconds(found.duration_s)}. Time of all workers: {', '.join(named)}."
     yield from _on_waits(found)
     if what_if is not None:

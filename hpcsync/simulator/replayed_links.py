@@ -63,18 +63,16 @@ def timed(loop: Loop, method: PeerMethod, comm_s: Sequence[np.ndarray]) -> Links
     return _Links(loop, all_reduces_s, each, lambda source, target: owner(method, source, target))
 
 
-def swapped(rows: np.ndarray, n_workers: int) -> np.ndarray:
-    """Return rows of /exchanges of permutation gossip whose `comm_s` is the time to send only.
+def to_send_s(rows: np.ndarray, n_workers: int) -> np.ndarray:
+    """Return the time to send only of rows of /exchanges of permutation gossip, shape (n_rows,).
 
-    A worker's time ends when it has sent and received. That of its own transfer is thus at most the shorter one of
-    its time and its peer's; this makes each the longest that agrees with all recorded times.
+    A worker's `comm_s` ends when it has sent and received. Its own transfer thus takes at most the shorter one of its
+    time and its peer's; this is the longest that agrees with all recorded times.
     """
-    rows = rows.copy()
     comm_s = np.full((int(rows["iteration"].max(initial=0)) + 1, n_workers), np.inf)
     comm_s[rows["iteration"], rows["worker"]] = rows["comm_s"]
     others_s = np.where(rows["peer"] >= 0, comm_s[rows["iteration"], rows["peer"]], np.inf)
-    rows["comm_s"] = np.minimum(rows["comm_s"], others_s)
-    return rows
+    return np.minimum(rows["comm_s"], others_s)
 
 
 def _source(_: PeerMethod, source: int, target: int) -> int:

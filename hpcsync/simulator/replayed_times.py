@@ -8,7 +8,8 @@ the last duration together that was transfer; half of it is attributed to each, 
 separates waiting from transfer.
 
 A run without servers whose workers exchange in step, such as a recorded loop of DistributedDataParallel, has a
-computation and an all-reduce in each iteration. A server is taken to receive a gradient in half the time of the
+computation and an all-reduce in each iteration; what follows until the next one begins, such as the step of the
+optimizer, counts as computation. A server is taken to receive a gradient in half the time of the
 all-reduce, and to send the weights in the other half.
 
 An iteration that was cancelled early is extrapolated to its full length, and its put is taken to last as long as its
@@ -179,13 +180,20 @@ class Columns(NamedTuple):
 
 
 def columns_in_step(steps: np.ndarray, batch_size: int) -> Columns:
-    """Return the durations of one worker's iterations that end with an exchange of all workers, from /exchanges.
+    """Return the durations of one worker's iterations that end with an exchange, from /exchanges.
 
-    Computations are scaled to `batch_size` samples; the exchange is in `comm_s`, and in no other column.
+    Computations are scaled to `batch_size` samples; the exchange is in `comm_s`, and in no other column. What a worker
+    did between two iterations, such as the step of its optimizer, counts as loading of the second one.
     """
     steps = steps[steps["batch_size"] > 0]
+    steps = steps[np.argsort(steps["iteration"], kind="stable")]
     ones, zeros = np.ones(len(steps), int), np.zeros(len(steps))
-    compute_s = steps["load_s"] + steps["compute_s"] * batch_size / steps["batch_size"]
+    between_s = np.zeros(len(steps))
+    if len(steps):
+        ended_s = (steps["end_s"] + steps["wait_s"] + steps["comm_s"])[:-1]
+        follows = np.diff(steps["iteration"]) == 1
+        between_s[1:] = np.where(follows, np.maximum(steps["begin_s"][1:] - ended_s, 0.0), 0.0)
+    compute_s = between_s + steps["load_s"] + steps["compute_s"] * batch_size / steps["batch_size"]
     return Columns(compute_s, zeros, zeros, steps["comm_s"], ones, ones.astype(bool))
 
 

@@ -28,7 +28,7 @@ from hpcsync.report.explanation import WhatIf
 from hpcsync.simulator import cluster, factory
 from hpcsync.simulator.event_loop import Loop
 from hpcsync.simulator.peer_transfers import Workers
-from hpcsync.simulator.replayed_links import KINDS, swapped, timed
+from hpcsync.simulator.replayed_links import KINDS, timed, to_send_s
 from hpcsync.simulator.replayed_times import (
     LOCKSTEP,
     Columns,
@@ -155,17 +155,21 @@ def _of_exchanges(trace: Trace | TraceFile) -> _Recorded:
     updates = _first(trace, "updates", n_iterations if method.transport in LOCKSTEP else ROWS)
     rows = _first(trace, "exchanges", 2 * ROWS)
     rows = rows[rows["batch_size"] > 0]
+    if not method.synchronous and len(updates) < ROWS:
+        updates = updates[: -trace.n_workers]  # at the end each worker completes an iteration while others have left
     if not len(rows) or not len(updates):
         raise NotReplayed("it has no update")
     samples, real_s = (updates[name][-1].item() for name in ("samples", "now_s"))
     rows = rows[rows["iteration"] <= n_iterations] if method.synchronous else rows[rows["now_s"] <= real_s]
-    if method.transport == "swap":
-        rows = swapped(rows, trace.n_workers)
+    rows = rows[np.argsort(rows["iteration"], kind="stable")]
     batch_size = _batch_size(rows["batch_size"])
     each = [rows[rows["worker"] == worker] for worker in range(trace.n_workers)]
     if absent := [worker for worker, own in enumerate(each) if not len(own)]:
         raise NotReplayed(f"worker {absent[0]} has no iteration among the first {len(rows):,}")
     workers = [columns_in_step(own, batch_size) for own in each]
+    if method.transport == "swap":
+        comm_s = to_send_s(rows, trace.n_workers)
+        workers = [columns._replace(comm_s=comm_s[rows["worker"] == i]) for i, columns in enumerate(workers)]
     return _Recorded(_in_virtual_time(trace.job, samples, batch_size), samples, real_s, workers, _losses(each))
 
 
@@ -242,14 +246,21 @@ def _replaced(times: Columns, medians: Columns, operations: Sequence[str]) -> Co
 
 
 class _NoRecord:
-    """Recorder that keeps the time of the last update."""
+    """Recorder that keeps the time of the update with which a number of samples is reached.
 
-    now_s = 0.0
+    Without waiting, other workers end their iterations after it, which are updates too.
+    """
+
+    def __init__(self, samples: int) -> None:
+        self.now_s = 0.0
+        self._samples = samples
+        self._reached = False
 
     def append(self, table: str, row: tuple[object, ...]) -> None:
-        if table == "updates":
-            assert isinstance(row[1], float)
-            self.now_s = row[1]
+        if table == "updates" and not self._reached:
+            now_s, samples = row[1], row[4]
+            assert isinstance(now_s, float) and isinstance(samples, int)
+            self.now_s, self._reached = now_s, samples >= self._samples
 
 
 class _Servers(ServerSimulation):
@@ -266,8 +277,8 @@ class _Servers(ServerSimulation):
 
 
 def _duration_s(recorded: _Recorded, workers: Sequence[Columns]) -> float:
-    """Return the time of the last update of a simulation with these times."""
-    job, trace = recorded.job, _NoRecord()
+    """Return the time of a simulation with these times until it has trained the samples."""
+    job, trace = recorded.job, _NoRecord(recorded.samples)
     workload = build(job)
     try:
         if job.has_servers:

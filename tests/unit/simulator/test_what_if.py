@@ -2,11 +2,14 @@
 
 import math
 
+import numpy as np
 import pytest
 
 from hpcsync.config.errors import JobError
+from hpcsync.report.explanation import explain, sentences
 from hpcsync.simulator import what_if
 from hpcsync.simulator.what_if import NotReplayed, study
+from hpcsync.trace.reader import opened
 from tests.unit.jobs import LINEAR
 from tests.unit.simulator.runs import simulated
 from tests.unit.simulator.separated import FC_SHARE, TIMING
@@ -77,6 +80,23 @@ def test_equal_workers_have_no_stragglers(tmp_path, paradigm):
 def test_its_own_times_take_the_time_of_the_run(tmp_path, paradigm):
     found = study(simulated(tmp_path, paradigm, [0.1, 0.15, 0.25], jitter=0.3, network=NETWORK))
     assert found.replayed_s == pytest.approx(found.real_s, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    "paradigm", [*LOCKSTEP[1:], *({"name": "gossip", "mode": mode} for mode in ("pull", "permutation"))], ids=str
+)
+def test_steps_between_iterations_count(tmp_path, paradigm):
+    slow = 4e3 / 0.05 / 1e9  # a step of 1,000 parameters takes 0.05 s
+    trace = simulated(tmp_path, paradigm, [0.1, 0.12, 0.2], update_gbytes_per_s=slow)
+    found = study(trace)
+    assert found.replayed_s == pytest.approx(found.real_s, rel=0.02)
+    rows = trace.tables["exchanges"]
+    last = rows[rows["iteration"] > 1]  # a step precedes each iteration but the first
+    between_s = explain(trace).between_s
+    assert between_s == pytest.approx(0.05 * np.bincount(last["worker"]), rel=1e-6)
+    assert any("other work between iterations" in line for line in sentences(explain(trace), None))
+    with opened(trace.path, slice_rows=5) as file:
+        assert explain(file).between_s == pytest.approx(between_s)
 
 
 @pytest.mark.parametrize("paradigm", ["bsp", "allreduce"])
