@@ -7,12 +7,13 @@ if sys.path and sys.path[0] in ("", os.getcwd()):
     # `python -m` puts the current folder first: a file there must not take the place of an installed package.
     sys.path.append(sys.path.pop(0))
 
+from hpcsync.system import garbage
 from hpcsync.system.signals import ending_at_once
 
 
 def main() -> None:
     """Run the command line. SIGINT ends it at once while it is loaded."""
-    with ending_at_once():
+    with ending_at_once(), garbage.loading():
         from hpcsync.cli import app
     app.main()
 

@@ -19,6 +19,7 @@ from hpcsync.system import garbage
 from hpcsync.system.launch_output import wait_until_read
 from hpcsync.system.launcher import LaunchError, expected_rank, under_launcher
 from hpcsync.system.signals import ending_at_once, left_to_rank_0
+from hpcsync.training import deferred_meta
 from hpcsync.version import __version__
 
 app = typer.Typer(
@@ -81,11 +82,11 @@ def run(
         if under_launcher():
             left_to_rank_0(starting=True)  # before anything slow: a batch system may send a signal at any time
             atexit.register(wait_until_read)
-            from hpcsync.run_dir.progress_line import say
-
-            if expected_rank() == 0:
-                say("loading libraries")
             with ending_at_once(), garbage.loading():
+                if expected_rank() == 0:
+                    from hpcsync.run_dir.progress_line import say
+
+                    say("loading libraries")
                 from hpcsync.cli import rank_main
 
             sys.exit(rank_main.main(job, overrides or [], ranks, out, resume, lock, log))
@@ -588,5 +589,6 @@ def user_errors_in_one_line() -> Iterator[None]:
 def main() -> None:
     """Run the command line."""
     garbage.freeze_at_end()
+    deferred_meta.defer()
     with user_errors_in_one_line():  # Ctrl-C while the commands are set up
         app(prog_name="hpcsync")

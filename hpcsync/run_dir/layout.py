@@ -12,19 +12,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from hpcsync.config import job as jobs
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
-from hpcsync.report.summary import summarize, table
 from hpcsync.run_dir import checkpoint, lock
 from hpcsync.run_dir.checkpoint import Resumed
 from hpcsync.system.atomic_files import aside, removing, whole
-from hpcsync.trace.reader import opened
 
 if TYPE_CHECKING:
     import torch
+    from rich.console import Console
 
 TRACE = "trace.h5"
 JOB = "job.toml"
@@ -215,6 +212,9 @@ def conclude(folder: Path, console: Console) -> None:
     NotWritten
         If the summary cannot be written.
     """
+    from hpcsync.report.summary import summarize, table
+    from hpcsync.trace.reader import opened
+
     with opened(folder / TRACE) as trace:
         summary = summarize(trace)
     with whole(folder / SUMMARY) as path:

@@ -7,16 +7,13 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
-
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from hpcsync.config.job import Stop
 from hpcsync.system.launcher import TERMINAL, under_launcher
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
 
 TERMINAL_EVERY_S = 0.25
 FILE_EVERY_S = 2.0
@@ -29,6 +26,8 @@ def console() -> Console:
     A rank's output passes through its launcher, so the rank cannot detect a terminal: `hpcsync run` announces one in
     the environment; without that the output is taken for a file.
     """
+    from rich.console import Console
+
     if not under_launcher():
         return Console(highlight=False)
     columns = os.environ.get(TERMINAL)
@@ -72,6 +71,8 @@ class Progress:
     """
 
     def __init__(self, console: Console, stop: Stop | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        from rich.live import Live
+
         self._console = console
         self._stop = stop or Stop()
         self._clock = clock
@@ -115,6 +116,11 @@ class Progress:
             self._recent.popleft()
 
     def _bar(self, standing: str) -> RenderableType:
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
         share = self._recent[-1].share
         row = Table.grid(padding=(0, 2))
         bar = ProgressBar(1.0, share, width=30) if math.isfinite(share) else Text("")

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from hpcsync.config.errors import did_you_mean
 from hpcsync.planning.split_cost import Shape
+from hpcsync.training import deferred_meta
 from hpcsync.training.flat_model import trainable
 from hpcsync.training.gradient import Loss
 
@@ -245,6 +245,7 @@ def positions(model: nn.Module, half: nn.Module) -> list[slice]:
 
 def _on_meta(half: nn.Module) -> nn.Module:
     """Return a copy in evaluation mode on the meta device: shapes without values."""
+    deferred_meta.restore()
     memo: dict[int, Any] = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in half.parameters()
     }
@@ -291,6 +292,8 @@ def activation_shape(below: nn.Module, x: torch.Tensor) -> tuple[int, ...]:
 
 def flops(half: nn.Module, x: torch.Tensor) -> int:
     """Return the floating-point operations of a forward pass; only the shape and type of x matter."""
+    from torch.utils.flop_counter import FlopCounterMode  # loads all decompositions
+
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         _on_meta(half)(x.to("meta"))
     return int(counter.get_total_flops())

@@ -23,6 +23,7 @@ from torch.utils.data import Dataset, TensorDataset
 from hpcsync.config.errors import JobError, shown
 from hpcsync.config.job import Job
 from hpcsync.config.workloads import Cifar, Digits, Function, Images, Linear, Script, Text, Timing
+from hpcsync.training import deferred_meta
 from hpcsync.training.flat_model import device_of
 from hpcsync.training.gradient import Loss
 from hpcsync.workloads import cifar, stripes, text
@@ -122,6 +123,7 @@ def user_code(job: Job) -> str | None:
 def _from_user(settings: Function) -> Workload:
     name = f"workload.name = {shown(settings.name)}"
     module, _, function = settings.name.partition(":")
+    deferred_meta.restore()
     try:
         make = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:

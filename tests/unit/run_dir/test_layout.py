@@ -16,6 +16,7 @@ from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
 from hpcsync.report.summary import summarize
 from hpcsync.run_dir import layout
+from hpcsync.trace import reader
 from hpcsync.trace.reader import load
 from hpcsync.trace.schema import TABLES
 from hpcsync.trace.writer import TraceWriter
@@ -119,7 +120,7 @@ def test_at_the_end_there_is_a_summary_in_the_folder_and_on_the_terminal(tmp_pat
 
 
 def test_a_longer_run_takes_no_more_memory_at_its_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(layout, "opened", functools.partial(layout.opened, slice_rows=500))
+    monkeypatch.setattr(reader, "opened", functools.partial(reader.opened, slice_rows=500))
 
     def peak_bytes(work):
         tracemalloc.start()
