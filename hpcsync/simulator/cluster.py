@@ -66,7 +66,9 @@ def build(job: Job, workload: Workload, recorded: RecordedRun | None = None) -> 
     if recorded is not None:
         times = recorded.workers
         refuse_standstill(job, "cluster.times_from", [each.total_s == 0.0 for each in times])
-        devices = [Device(each.seconds(), _changes(job, worker, recorded)) for worker, each in enumerate(times)]
+        devices = [
+            Device(each.seconds(), changes_of(job, worker, recorded.changes)) for worker, each in enumerate(times)
+        ]
         steps = Timed(loop, lambda worker, iteration: times[worker].steps(iteration))
         return SimulatedCluster(loop, shard_bytes, devices, steps)
     if cluster.compute is None:
@@ -84,13 +86,13 @@ def build(job: Job, workload: Workload, recorded: RecordedRun | None = None) -> 
     return SimulatedCluster(loop, shard_bytes, devices, Timed(loop, lambda worker, iteration: AT_ONCE))
 
 
-def _changes(job: Job, worker: int, recorded: RecordedRun) -> list[ClusterEvent]:
+def changes_of(job: Job, worker: int, recorded: Sequence[ClusterEvent]) -> list[ClusterEvent]:
     """Return the events that change a worker's recorded times.
 
     Events that were already in force when the times were recorded are contained in them, and are left out.
     """
     mine = [change for change in job.cluster.events if change.worker == worker]
-    return [change for change in mine if change.change in ("leave", "join") or change not in recorded.changes]
+    return [change for change in mine if change.change in ("leave", "join") or change not in recorded]
 
 
 def refuse_standstill(job: Job, key: str, idle: Sequence[bool]) -> None:

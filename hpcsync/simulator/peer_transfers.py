@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 from hpcsync.config.cluster import Network as NetworkTable
-from hpcsync.config.errors import JobError, shown
+from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
 from hpcsync.core.device_speed import Device, device, takes_no_time
 from hpcsync.core.peer_coordinator import ring_bytes
@@ -183,20 +183,21 @@ def build(job: Job, workload: Workload) -> Workers:
         If the job does not define how long iterations take, or if virtual time could never advance.
     """
     loop, cluster = Loop(), job.cluster
-    if cluster.times_from is not None:
-        raise JobError(
-            f"cluster.times_from = {shown(cluster.times_from)}: must be left out with paradigm.name = "
-            f'"{job.paradigm.name}": only times of runs with servers can be taken from a trace'
-        )
     if cluster.compute is None:
-        raise JobError("cluster.compute: missing; a simulation must have it: it defines how long iterations take")
+        raise JobError(
+            "cluster.compute: missing; a simulation must have it (or --times-from): it defines how long iterations take"
+        )
     if cluster.network is None or cluster.workers == 1:
         idle = [
             takes_no_time(cluster.compute, worker, cluster.workers) or not own_share(job, worker)
             for worker in range(cluster.workers)
         ]
         refuse_standstill(job, "cluster.compute", idle)
-    parameters = trainable(workload.model)
-    size_bytes = sum(p.numel() for p in parameters) * parameters[0].element_size()
     devices = [device(job, worker) for worker in range(cluster.workers)]
-    return Workers(loop, devices, Links(loop, cluster.network, cluster.workers, size_bytes))
+    return Workers(loop, devices, Links(loop, cluster.network, cluster.workers, replica_bytes(workload)))
+
+
+def replica_bytes(workload: Workload) -> int:
+    """Return the size of the trained parameters in bytes."""
+    parameters = trainable(workload.model)
+    return sum(p.numel() for p in parameters) * parameters[0].element_size()

@@ -8,9 +8,16 @@ from typing import Any
 
 import numpy as np
 
+from hpcsync.config.errors import JobError, shown
+from hpcsync.config.job import Job
+from hpcsync.core.device_speed import Device
+from hpcsync.core.peer_machine import create_method
 from hpcsync.paradigms.peer_method import PeerMethod
+from hpcsync.simulator.cluster import changes_of, refuse_standstill
 from hpcsync.simulator.event_loop import Loop
-from hpcsync.simulator.peer_transfers import Links, Then
+from hpcsync.simulator.peer_transfers import Links, Then, Workers, replica_bytes
+from hpcsync.simulator.replayed_times import LOCKSTEP, RecordedTimes, read_columns
+from hpcsync.workloads.registry import Workload
 
 Owner = Callable[[int, int], int]  # takes source and target
 
@@ -22,6 +29,8 @@ class _Links(Links):
     ----------
     loop
         Event loop.
+    size_bytes
+        Size of a replica.
     all_reduces_s
         Times of successive all-reduces in seconds.
     transfers_s
@@ -31,9 +40,14 @@ class _Links(Links):
     """
 
     def __init__(
-        self, loop: Loop, all_reduces_s: Iterator[float], transfers_s: Sequence[Iterator[float]], owner: Owner
+        self,
+        loop: Loop,
+        size_bytes: int,
+        all_reduces_s: Iterator[float],
+        transfers_s: Sequence[Iterator[float]],
+        owner: Owner,
     ) -> None:
-        super().__init__(loop, None, len(transfers_s), 0)
+        super().__init__(loop, None, len(transfers_s), size_bytes)
         self._all_reduces_s, self._transfers_s, self._owner = all_reduces_s, transfers_s, owner
 
     def all_reduce(self, then: Then, *args: Any) -> None:
@@ -43,7 +57,29 @@ class _Links(Links):
         self._loop.after(next(self._transfers_s[self._owner(source, target)]), then, *args)
 
 
-def timed(loop: Loop, method: PeerMethod, comm_s: Sequence[np.ndarray]) -> Links:
+def build(job: Job, workload: Workload) -> Workers:
+    """Build the workers of a job without servers, whose times are those of the run ``cluster.times_from``.
+
+    Raises
+    ------
+    JobError
+        If the trace cannot be read, or does not fit the job.
+    """
+    method, size_bytes = create_method(job), replica_bytes(workload)
+    if method.transport not in LOCKSTEP:
+        raise JobError(
+            f"cluster.times_from = {shown(job.cluster.times_from)}: must be left out with paradigm.name = "
+            f'"{job.paradigm.name}": recorded times serve jobs with servers, all-reduce and local SGD'
+        )
+    each, changes = read_columns(job, 2 * size_bytes)
+    times = [RecordedTimes(*columns) for columns in each]
+    refuse_standstill(job, "cluster.times_from", [own.total_s == 0.0 for own in times])
+    loop = Loop()
+    devices = [Device(own.seconds(), changes_of(job, worker, changes)) for worker, own in enumerate(times)]
+    return Workers(loop, devices, timed(loop, method, [columns.comm_s for columns in each], size_bytes))
+
+
+def timed(loop: Loop, method: PeerMethod, comm_s: Sequence[np.ndarray], size_bytes: int = 0) -> Links:
     """Return links with the times of a run.
 
     Parameters
@@ -54,13 +90,15 @@ def timed(loop: Loop, method: PeerMethod, comm_s: Sequence[np.ndarray]) -> Links
         Exchange of the run; its transport is one of `KINDS`.
     comm_s
         Transfer times of each worker's iterations, 0 without a transfer. They repeat after the last one.
+    size_bytes
+        Size of a replica, for the records.
     """
     owner, n_transfers = KINDS[method.transport]
     each = [cycle((own[own > 0] / n_transfers).tolist() or [0.0]) for own in comm_s]
     n = min(map(len, comm_s))
     together = np.min([own[:n] for own in comm_s], axis=0)  # waiting is in none of them
     all_reduces_s = cycle(together[together > 0].tolist() or [0.0])
-    return _Links(loop, all_reduces_s, each, lambda source, target: owner(method, source, target))
+    return _Links(loop, size_bytes, all_reduces_s, each, lambda source, target: owner(method, source, target))
 
 
 def to_send_s(rows: np.ndarray, n_workers: int) -> np.ndarray:

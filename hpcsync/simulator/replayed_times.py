@@ -105,14 +105,20 @@ class RecordedRun:
 
 
 def read(job: Job, wire_bytes: int) -> RecordedRun:
-    """Read the recorded times from the trace ``cluster.times_from``.
+    """Return the recorded times of `read_columns`."""
+    workers, changes = read_columns(job, wire_bytes)
+    return RecordedRun([RecordedTimes(*columns) for columns in workers], changes)
+
+
+def read_columns(job: Job, wire_bytes: int) -> tuple[list[Columns], tuple[ClusterEvent, ...]]:
+    """Read the durations of each worker's iterations from the trace ``cluster.times_from``, and its device changes.
 
     Parameters
     ----------
     job
         Job to be simulated.
     wire_bytes
-        Bytes that an iteration of the job transfers.
+        Bytes that an iteration of the job transfers with servers; twice the size of the model.
 
     Raises
     ------
@@ -134,6 +140,8 @@ def read(job: Job, wire_bytes: int) -> RecordedRun:
     served = trace.job.has_servers
     if not served and create_method(trace.job).transport not in LOCKSTEP:
         raise JobError(f"{key}: must be of a run with servers, or of one whose workers exchange all together")
+    if served and not job.has_servers:
+        raise JobError(f"{key}: must be of a run whose workers exchange all together, as under {job.paradigm.name}")
     if served:
         bytes_found = set(pushes["wire_bytes"][pushes["share"] == 1.0].tolist())
     else:
@@ -153,11 +161,12 @@ def read(job: Job, wire_bytes: int) -> RecordedRun:
             rows = pushes[pushes["worker"] == worker], grants[grants["worker"] == worker]
             columns = columns_of(*rows, job.workload.batch_size)
         else:
-            columns = to_servers(columns_in_step(steps[steps["worker"] == worker], job.workload.batch_size))
+            columns = columns_in_step(steps[steps["worker"] == worker], job.workload.batch_size)
+            columns = to_servers(columns) if job.has_servers else columns
         if not len(columns.compute_s):
             raise JobError(f"{key}: must have an iteration of every worker; worker {worker} has none")
-        workers.append(RecordedTimes(*columns))
-    return RecordedRun(workers, changes)
+        workers.append(columns)
+    return workers, changes
 
 
 def _batch_sizes(trace: Trace) -> set[int]:

@@ -23,7 +23,7 @@ from hpcsync.report import trace_pair
 from hpcsync.run_dir import layout, lock
 from hpcsync.run_dir.progress_line import Progress
 from hpcsync.run_dir.scalar_log import ScalarLog
-from hpcsync.simulator import cluster, factory, peer_transfers
+from hpcsync.simulator import cluster, factory, peer_transfers, replayed_links
 from hpcsync.simulator.run import Simulation, Watch
 from hpcsync.simulator.server_run import ServerSimulation
 from hpcsync.system.atomic_files import NotWritten
@@ -87,7 +87,8 @@ def prepare(job: Job, workload: Workload) -> Callable[[Recorder, Watch], Simulat
     """
     if job.has_servers:
         return partial(ServerSimulation, job, workload, cluster.build(job, workload), create_paradigm(job))
-    return partial(factory.simulation, job, workload, peer_transfers.build(job, workload))
+    source = peer_transfers if job.cluster.times_from is None else replayed_links
+    return partial(factory.simulation, job, workload, source.build(job, workload))
 
 
 def _simulate(

@@ -85,8 +85,8 @@ class AllReduceSimulation(_SynchronousPeers):
         self._division = create_batch_division(job)
         self._estimators = [estimator(job, worker, nominal_clock()) for worker in range(len(self._workers))]
         self._encode_s = encode_s(job, self._links.size_bytes)
-        assert job.cluster.compute is not None
-        self._backward_share = job.cluster.compute.backward_share
+        compute = job.cluster.compute if job.cluster.times_from is None else None  # recorded transfers did not overlap
+        self._backward_share = 0.0 if compute is None else compute.backward_share
         bucket_bytes = max(1, int(self._workers[0].machine.method.bucket_mb * 1e6))
         self._buckets = gradient_buckets(self._links.size_bytes, bucket_bytes)
         self._payload_bytes: dict[int, int] = {}  # worker -> bytes of its compressed gradient

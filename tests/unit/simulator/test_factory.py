@@ -870,11 +870,6 @@ def test_push_sum_keeps_enough_weight_without_returns(workload):
     [
         (ALLREDUCE, {"workers": 2}, "cluster.compute: missing"),
         (
-            gossip("pull"),
-            {"workers": 2, "times_from": "trace.h5"},
-            'cluster.times_from = "trace.h5": must be left out with paradigm.name = "gossip"',
-        ),
-        (
             gossip("push"),
             {"workers": 2, "compute": {"model": "constant", "seconds": [1.0, 0.0]}},
             "cluster.compute: worker 1's iterations take 0 seconds",

@@ -256,8 +256,33 @@ def test_times_of_all_reduces_serve_a_run_with_servers(tmp_path):
         simulate(wrong, tmp_path / "wrong.h5")
 
 
+@pytest.mark.parametrize("paradigm", [{"name": "allreduce"}, {"name": "local-sgd", "steps": 3}], ids=str)
+def test_a_run_in_step_is_reproduced_from_its_own_times(tmp_path, paradigm):
+    compute = {"model": "lognormal", "seconds": [0.1, 0.2], "jitter": 0.3}
+    cluster = {"compute": compute, "network": {"bandwidth_gbit": 1e-3, "latency_us": 0}, "update_gbytes_per_s": 1e-3}
+    first = simulate(timing_job(workers=2, paradigm=paradigm, cluster=cluster), tmp_path / "first.h5")
+    times = {"times_from": str(tmp_path / "first.h5")}
+    again = simulate(timing_job(workers=2, paradigm=paradigm, cluster=times), tmp_path / "again.h5")
+    for column in ("now_s", "wait_s", "comm_s", "wire_bytes"):
+        assert again.tables["exchanges"][column] == pytest.approx(first.tables["exchanges"][column]), column
+    slow = {**times, "events": [{"at_s": 0.5, "worker": 0, "change": "slow", "factor": 5.0}]}
+    slowed = simulate(timing_job(workers=2, paradigm=paradigm, cluster=slow), tmp_path / "slow.h5")
+    assert slowed.tables["updates"]["now_s"][-1] > 1.5 * first.tables["updates"]["now_s"][-1]
+
+
+def test_times_of_pushes_do_not_serve_an_all_reduce(tmp_path):
+    simulate(timing_job(workers=2), tmp_path / "bsp.h5")
+    asked = timing_job(workers=2, paradigm={"name": "allreduce"}, cluster={"times_from": str(tmp_path / "bsp.h5")})
+    with pytest.raises(JobError, match="must be of a run whose workers exchange all together, as under allreduce"):
+        simulate(asked, tmp_path / "asked.h5")
+
+
 def test_times_of_gossip_are_refused(tmp_path):
-    simulate(timing_job(workers=2, paradigm={"name": "gossip", "mode": "pull"}), tmp_path / "gossip.h5")
+    gossip = {"name": "gossip", "mode": "pull"}
+    simulate(timing_job(workers=2, paradigm=gossip), tmp_path / "gossip.h5")
     asked = timing_job(workers=2, cluster={"times_from": str(tmp_path / "gossip.h5")})
     with pytest.raises(JobError, match="must be of a run with servers, or of one whose workers exchange all together"):
+        simulate(asked, tmp_path / "asked.h5")
+    asked = timing_job(workers=2, paradigm=gossip, cluster={"times_from": str(tmp_path / "gossip.h5")})
+    with pytest.raises(JobError, match='gossip.h5": must be left out with paradigm.name = "gossip"'):
         simulate(asked, tmp_path / "asked.h5")
