@@ -243,7 +243,7 @@ class ADSP(Paradigm):
         return min(commit_s, max(self._stop_s - now_s, SHORTEST * self._period_s))  # (d)
 
     def _continue(self, worker: int) -> Grant:
-        return self._grant(worker)._replace(local_steps=UNTIL, commit_s=self._commit_s(worker, self._now_s))
+        return self._grant_steps(worker, UNTIL, self._commit_s(worker, self._now_s))
 
     def _check_if_due(self, worker: int) -> None:
         """Make the check that was due before this worker's push, if any; begin a search if it is time (b)."""

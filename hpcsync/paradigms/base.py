@@ -141,13 +141,17 @@ class Paradigm(Stateful, ABC):
 
     def _grant(self, worker: int, credits: int = 0) -> Grant:
         """Return the worker's next grant and release the worker if it is blocked."""
-        return Grant(
-            worker=worker,
-            iteration=self._progress.pushes[worker] + 1,
-            gap_iters=self._progress.lead(worker),
-            credits=credits,
-            held_s=self._now_s - self._blocked_since_s.pop(worker, self._now_s),
-        )
+        # An update may release a thousand workers: fields by position, and no calls.
+        progress, now_s = self._progress, self._now_s
+        lead, held_s = progress.iters[worker] - progress.min_iters, now_s - self._blocked_since_s.pop(worker, now_s)
+        return Grant(worker, progress.pushes[worker] + 1, 0, lead, credits, held_s)
+
+    def _grant_steps(self, worker: int, local_steps: int, commit_s: float = math.inf, ratio: float = math.nan) -> Grant:
+        """Return the worker's next grant, of local steps, and release the worker if it is blocked."""
+        progress, now_s = self._progress, self._now_s
+        lead, held_s = progress.iters[worker] - progress.min_iters, now_s - self._blocked_since_s.pop(worker, now_s)
+        iteration = progress.pushes[worker] + 1
+        return Grant(worker, iteration, 0, lead, 0, held_s, -1, 0, local_steps, commit_s, ratio)
 
     def _refuse_illegal(self, event: Event) -> None:
         if not isinstance(event, (PushInfo, Left, Joined, Elapsed, Evaluated)):
