@@ -224,8 +224,9 @@ class SharedLinks:
     def _begin(
         self, up: _Link, down: _Link, size_bytes: float, then: Callable[..., object], args: tuple[Any, ...]
     ) -> None:
-        # Flows do not share a link of infinite capacity: each has one of its own.
-        links = up, down = _unshared(up), _unshared(down)
+        if up.capacity == math.inf or down.capacity == math.inf:
+            up, down = _unshared(up), _unshared(down)
+        links = up, down
         flow = _Flow(self._begun, links, size_bytes, then, args)
         self._begun += 1
         if up.n_flows == down.n_flows == 0:
@@ -331,6 +332,7 @@ class SharedLinks:
 
 
 def _unshared(link: _Link) -> _Link:
+    """Return the link, or one of its own for each flow if the capacity is infinite."""
     return link if link.capacity < math.inf else _Link(link.number, link.capacity)
 
 

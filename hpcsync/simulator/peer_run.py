@@ -201,12 +201,13 @@ class PeerSimulation(Simulation, Transport):
         now_s, state = self._loop.now_s, self._workers[worker]
         loss, end_s, exchange_s = state.loss, state.end_s, state.exchange_s
         wait_s, comm_s = state.waited_s + (exchange_s - end_s), now_s - exchange_s
+        problem = self._problem_of(loss)
         step_info = state.machine.step_info(
-            result, state.begin_s, end_s, state.compute_s, wait_s, comm_s, state.n_samples, loss,
-            problem=self._problem_of(loss),
-        )  # fmt: skip
+            result, state.begin_s, end_s, state.compute_s, wait_s, comm_s, state.n_samples, loss, problem=problem
+        )
         self.coordinator.exchanged(now_s, step_info)
-        self._look_at(step_info)
+        if problem:
+            self._look_at(step_info)
         self._watch(now_s, self.coordinator)
         return step_info
 

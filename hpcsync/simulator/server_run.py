@@ -240,7 +240,8 @@ class ServerSimulation(Simulation):
         encode_s, duration_s = state.sent_s - state.end_s, put_s - state.sent_s
         problem = self._problem_of(state.loss)
         push_info = state.machine.delivered(state.loss, encode_s, duration_s, state.wire_bytes, problem=problem)
-        self._look_at(push_info)
+        if problem:
+            self._look_at(push_info)
         state.machine.waits(put_s)
         self._numerics.delivered(worker)
         self._carry_out(self.coordinator.pushed(now_s, push_info))
