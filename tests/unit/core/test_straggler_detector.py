@@ -8,7 +8,7 @@ from statistics import fmean, stdev
 import numpy as np
 import pytest
 
-from hpcsync.core.straggler_detector import AWAY_S, KNOWN, LOOK_S, SLACK_S, WINDOW, StragglerDetector
+from hpcsync.core.straggler_detector import AWAY_S, KNOWN, LOOK_S, SLACK_S, WINDOW, NoDetector, StragglerDetector
 
 
 class Fixed(StragglerDetector):
@@ -173,3 +173,9 @@ def test_the_detector_resumes_from_a_pickle():
     again = pickle.loads(pickle.dumps(stalls))
     looks = [now_s + 0.5 * i for i in range(1, 20)]
     assert [again.look(at) for at in looks] == [stalls.look(at) for at in looks]
+
+
+@pytest.mark.parametrize(("detector", "reports"), [(NoDetector, False), (StragglerDetector, True)])
+def test_nothing_is_overdue_in_a_simulation(detector, reports):
+    found, _ = lived(detector(), [1.0] * KNOWN + [30.0])
+    assert bool(found) == reports
