@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from hpcsync.audit.check import Check
+import numpy as np
+
+from hpcsync.audit.check import Check, check_all, describe_columns
 from hpcsync.trace.reader import Trace
 
 
@@ -28,3 +30,19 @@ def check_rows(trace: Trace) -> list[Check]:
     n_rows = sum(map(len, trace.tables.values()))
     detail = f"/{', /'.join(trace.altered)}: changed since" if trace.altered else ""
     return [Check("rows are those that were written", not trace.altered, n_rows, detail)]
+
+
+def check_clocks(trace: Trace) -> list[Check]:
+    """Check that /clocks has each rank at most once for each start, with possible errors; in virtual time none.
+
+    Traces in memory may lack the table's rows.
+    """
+    clocks, job = trace.tables["clocks"], trace.job
+    exist = (clocks["rank"] >= 0) & (clocks["rank"] < job.cluster.ranks) & (clocks["start"] >= 0)
+    known = np.isfinite(clocks["offset_s"]) & np.isfinite(clocks["uncertainty_s"]) & (clocks["uncertainty_s"] >= 0)
+    if trace.attributes.get("engine") == "simulator":
+        known &= (clocks["offset_s"] == 0) & (clocks["uncertainty_s"] == 0)
+    again = np.ones(len(clocks), bool)
+    again[np.unique(clocks[["start", "rank"]], return_index=True)[1]] = False
+    describe = describe_columns("/clocks", clocks, "start", "rank", "offset_s", "uncertainty_s")
+    return [check_all("clocks are those of the ranks", (~exist | again, describe), (~known, describe))]

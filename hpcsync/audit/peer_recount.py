@@ -264,6 +264,19 @@ class PeerRecount:
         known_s = np.maximum(known_s, np.maximum.accumulate(late)[:-1])[1:]
         return known_s[self.known(np.arange(1, len(known_s) + 1))]
 
+    @property
+    def possible_s(self) -> np.ndarray:
+        """Earliest time at which each recorded version can have existed, in seconds, shape (n_updates,).
+
+        By then its steps have been computed: all of one iteration, or as many as the version counts.
+        """
+        end_s, n = self.steps["end_s"] - self.uncertain_s, len(self.updates)
+        if not self.one_model:
+            return np.append(np.sort(end_s), np.full(n, -np.inf))[:n]
+        made_s, known = np.full(n, -np.inf), self.count <= n
+        np.maximum.at(made_s, self.count[known] - 1, end_s[known])
+        return made_s
+
     @cached_property
     def first_step_of(self) -> np.ndarray:
         """First recorded step of each expected version, as an index into `steps`, shape (n_versions,)."""

@@ -100,8 +100,8 @@ def iterations_count_steps(run: PeerRecount) -> Check:
 def times_are_in_order(run: PeerRecount) -> Check:
     """Check the order of times.
 
-    A worker loads and computes, sends its step info and only then begins again; rows are in the order of `now_s`. A
-    worker waits between `begin_s` and `end_s` only under layer separation.
+    A worker loads and computes, exchanges, sends its step info and only then begins again; rows are in the order of
+    `now_s`. A worker waits between `begin_s` and `end_s` only under layer separation.
     """
     steps, rows = run.steps, run.rows
     before = previous(steps["worker"])
@@ -109,6 +109,9 @@ def times_are_in_order(run: PeerRecount) -> Check:
     took_s = steps["end_s"] - steps["begin_s"]
     spent_s = steps["load_s"] + steps["compute_s"]
     idle_s = took_s - spent_s
+    exchanged_s = np.where(run.groups is None, steps["wait_s"] + steps["comm_s"], 0.0)
+    until_s = steps["now_s"] + run.uncertain_s  # its step info has arrived, and it may have begun again
+    until_s[before[before >= 0]] = np.minimum(until_s[before[before >= 0]], steps["begin_s"][before >= 0])
     return check_all(
         "times are in order",
         (
@@ -126,6 +129,13 @@ def times_are_in_order(run: PeerRecount) -> Check:
         (
             begun,
             lambda i: f"{run.step_name(i)} begins at {steps['begin_s'][i]} s, before the previous iteration has ended",
+        ),
+        (
+            steps["end_s"] + exchanged_s > until_s + SAME_TIME_S,
+            lambda i: (
+                f"{run.step_name(i)} waits and exchanges for {exchanged_s[i]} s, but there are only "
+                f"{until_s[i] - steps['end_s'][i]} s until its row or the next one"
+            ),
         ),
     )
 
@@ -349,7 +359,7 @@ def samples_add_up(run: PeerRecount) -> Check:
     known = (evaluations["version"] >= 0) & (evaluations["version"] <= len(updates))
     at = np.where(known, evaluations["version"], 0)
     samples = np.append(0, updates["samples"])[at]
-    updated_s = np.append(-np.inf, np.where(run.together, -np.inf, updates["now_s"]))[at]
+    updated_s = np.append(-np.inf, run.possible_s if run.together else updates["now_s"])[at]
     return check_all(
         "sample counts add up",
         (

@@ -15,6 +15,7 @@ from hpcsync.training.lr_schedule import learning_rate
 
 SAME_TIME_S = 1e-6
 DRIFT = 1e-4  # largest relative difference between the speeds of two clocks
+TIMED = ("pushes", "grants", "updates", "exchanges", "membership")
 RATE = 1e-12  # largest relative difference between equal rates
 
 
@@ -54,7 +55,7 @@ def times_add_up(recount: Recount) -> Check:
 
     Between `begin_s` and `end_s` a worker loads and computes, and nothing else. From one iteration to the next it
     encodes and pushes, waits for the grant and reads the weights. It begins to read after the grant; the error of its
-    clock is in /clocks.
+    clock is in /clocks. It waits at least as long as it is blocked.
     """
     pushes = recount.pushes
     took_s = pushes["end_s"] - pushes["begin_s"]
@@ -67,6 +68,9 @@ def times_add_up(recount: Recount) -> Check:
     busy_s = before["encode_s"] + before["comm_s"] - before["pull_s"] + after["wait_s"] + after["pull_s"]
     granted_s = np.append(recount.grants["now_s"], -np.inf)[recount.push_permit]  # row -1, no grant, is -inf
     early_s = granted_s - (pushes["begin_s"] - pushes["pull_s"])
+    asked_s = np.where(recount.events["is_push"], recount.events["now_s"], np.inf)  # not by joins
+    held_s = recount.grants["now_s"] - np.append(asked_s, np.inf)[recount.answered]
+    held_s = np.append(held_s, 0.0)[recount.push_permit][order][1:][follows]
     return check_all(
         "times of an iteration add up",
         (
@@ -88,6 +92,13 @@ def times_add_up(recount: Recount) -> Check:
             lambda i: (
                 f"worker {pushes['worker'][i]}, iteration {pushes['iteration'][i]}: reads {early_s[i]:.6f} s before "
                 "its grant"
+            ),
+        ),
+        (
+            ~(after["wait_s"] >= held_s * (1 - DRIFT) - SAME_TIME_S),
+            lambda i: (
+                f"worker {after['worker'][i]}, iteration {after['iteration'][i]}: waited {after['wait_s'][i]:.6f} s, "
+                f"but was blocked for {held_s[i]:.6f} s"
             ),
         ),
     )
@@ -115,7 +126,8 @@ def evaluations_come_when_due(trace: Trace) -> Check:
     Between two evaluations lies a multiple of it, except before the one at the end of the run. A due evaluation is
     skipped while another one is running. In a simulation with servers where evaluations take no time, each is made.
     A resumed run may have another `every_samples` than before, and continues the schedule of its checkpoint: its
-    evaluations are checked from the second one after the last resume.
+    evaluations are checked from the second one after the last resume. An evaluation that reaches the job's target ends
+    the run, after which only that of the last version follows. A version is evaluated before the next one is made.
     """
     job, rows = trace.job, trace.tables["evaluations"]
     every = job.evaluation.every_samples
@@ -132,6 +144,11 @@ def evaluations_come_when_due(trace: Trace) -> Check:
     missing = np.setdiff1d(reached, rows["version"]) if each and len(rows) else np.zeros(0, int)
     missing = missing if trace.finished else missing[missing < rows["version"].max(initial=0)]
     share = rows["accuracy"]
+    until_s = _next_update_s(trace, rows["version"])
+    reaches = np.array([job.stop.satisfied(*row) for row in during[["loss", "accuracy"]].tolist()], bool)
+    reaches[: 0 if n_resumed is None else np.count_nonzero(rows["now_s"] <= trace.tables["starts"]["now_s"][-1])] = (
+        False
+    )
     return check_all(
         "evaluations come when they are due",
         (
@@ -147,7 +164,35 @@ def evaluations_come_when_due(trace: Trace) -> Check:
             ~np.isnan(share) & ~((share >= 0) & (share <= 1)),
             describe_columns("/evaluations", rows, "version", "accuracy"),
         ),
+        (
+            ~(rows["now_s"] <= until_s),
+            lambda i: (
+                f"/evaluations row {i}, of version {rows['version'][i]}, is at {rows['now_s'][i]} s, the next update "
+                f"or the end at {until_s[i]} s"
+            ),
+        ),
+        (
+            reaches[:-1],
+            lambda i: f"/evaluations row {i} reaches the target, but {len(rows) - i - 1} evaluations follow",
+        ),
     )
+
+
+def _next_update_s(trace: Trace, version: np.ndarray) -> np.ndarray:
+    """Return the time until which each version was the current one: of the next update, or of the last row.
+
+    Workers in step with weights of their own count the steps of a whole round when they publish, but some may have
+    recorded the next one by then: the version is passed when rank 0's worker, which publishes first, exchanges again.
+    In an unfinished trace the rows at the end may be missing, and the time is inf.
+    """
+    job, tables = trace.job, trace.tables
+    updated_s = tables["updates"]["now_s"]
+    last_s = max(float(rows["now_s"].max(initial=0.0)) for rows in map(tables.__getitem__, TIMED))
+    later = 0
+    if not job.has_servers and not job.one_model and job.paradigm.lead_bound < np.inf:
+        later = trace.n_workers * job.paradigm.exchange_every
+    next_s = np.append(updated_s, last_s if trace.finished else np.inf)
+    return next_s[np.clip(version + later, 0, len(updated_s))]
 
 
 def _version_at_last_start(trace: Trace) -> int | None:

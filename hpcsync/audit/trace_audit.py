@@ -19,7 +19,7 @@ from hpcsync.audit.batches import check_sizes
 from hpcsync.audit.bounds import check_bounds
 from hpcsync.audit.check import Check
 from hpcsync.audit.compression import check_payloads
-from hpcsync.audit.description import check_job, check_rows
+from hpcsync.audit.description import check_clocks, check_job, check_rows
 from hpcsync.audit.invariants import check_invariants
 from hpcsync.audit.peers import check_exchanges
 from hpcsync.audit.replay import replay
@@ -53,15 +53,24 @@ def audit(trace: Trace | str | Path) -> list[Check]:
     whole = [described, *check_rows(trace)]
     if trace.altered:
         return whole  # anything may be in the rows
-    if not trace.job.has_servers:
-        return [*whole, *check_exchanges(trace), *check_stalls(trace)]
+    try:
+        return [*whole, *check_clocks(trace), *(_check_served(trace) if trace.job.has_servers else _check_peers(trace))]
+    except (ArithmeticError, LookupError, ValueError, AssertionError) as error:
+        return [*whole, Check("rows can be followed", False, 0, f"{type(error).__name__}: {error}")]
+
+
+def _check_peers(trace: Trace) -> list[Check]:
+    return [*check_exchanges(trace), *check_stalls(trace)]
+
+
+def _check_served(trace: Trace) -> list[Check]:
     invariants = check_invariants(trace)
     if not invariants[0].passed:
-        return [*whole, *invariants]
+        return invariants
     recount = Recount(trace)
     replayed = replay(recount, create_paradigm(trace.job), create_assignments(trace.job))
     bounds = [*check_bounds(recount), *check_sizes(recount), *check_payloads(recount)]
-    return [*whole, *replayed, *invariants, *bounds, *check_stalls(trace)]
+    return [*replayed, *invariants, *bounds, *check_stalls(trace)]
 
 
 def render(checks: list[Check]) -> RenderableType:

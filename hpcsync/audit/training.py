@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from hpcsync.audit.check import Check
+from hpcsync.audit.check import Check, check_rows
 from hpcsync.config.job import Script
+from hpcsync.config.workloads import Timing
 from hpcsync.paradigms.records import Problem
 from hpcsync.trace.reader import Trace
 from hpcsync.trace.schema import Outcome
@@ -33,4 +34,23 @@ def check_training(trace: Trace) -> list[Check]:
     if not len(problems):
         found = "there is none"
     known = set(codes.tolist()) <= NAMES.keys()
-    return [Check("some contribution is finite", known and len(problems) > counts.sum(), len(problems), found)]
+    finite = Check("some contribution is finite", known and len(problems) > counts.sum(), len(problems), found)
+    return [finite, losses_have_their_problems(trace, rows[used])]
+
+
+def losses_have_their_problems(trace: Trace, rows: np.ndarray) -> Check:
+    """Check that a loss is finite exactly where no problem says that it is not.
+
+    A script may record none, and a workload without arithmetic or a convolution worker has none.
+    """
+    finite, said = np.isfinite(rows["loss"]), rows["problem"] == Problem.LOSS_NOT_FINITE
+    always = not isinstance(trace.job.workload, Script | Timing) and not trace.job.paradigm.separates_layers
+    lost = ~finite & ~said & (always & finite.any())
+    return check_rows(
+        "losses are finite, or have a problem",
+        (finite & said) | lost,
+        lambda i: (
+            f"worker {rows['worker'][i]}, iteration {rows['iteration'][i]}: loss {rows['loss'][i]}, problem "
+            f"{rows['problem'][i]}"
+        ),
+    )

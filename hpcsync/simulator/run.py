@@ -94,11 +94,11 @@ class Simulation(ABC):
         self._evaluate(coordinator.version, coordinator.samples)
 
     def _evaluate(self, version: int, samples: int) -> None:
-        """Evaluate this version, unless another evaluation is under way.
+        """Evaluate this version, unless another evaluation is under way or the run is ending.
 
         Without a duration, a version that reaches the target ends the run; otherwise training goes on meanwhile.
         """
-        if self._evaluating:
+        if self._evaluating or self.coordinator.stopping:
             return
         judged, seconds = self._judge(version, samples, self._loop.now_s), self._job.evaluation.seconds
         if seconds is None:

@@ -245,11 +245,13 @@ class Monitor:
 
     def _evaluate_if_due(self, now_s: float) -> None:
         coordinator, evaluator = self._coordinator, self._evaluator
-        if evaluator is not None and not self._in_step and evaluator.due(coordinator.samples):
+        if evaluator is None or self._in_step or coordinator.stopping:
+            return
+        if evaluator.due(coordinator.samples):
             evaluator.begin(now_s, coordinator.version, coordinator.samples)
 
     def _begin(self, now_s: float, version: int, samples: int) -> None:
-        if self._evaluator is not None and not self._evaluator.busy:
+        if self._evaluator is not None and not self._evaluator.busy and not self._coordinator.stopping:
             self._evaluator.begin(now_s, version, samples)
 
     def _take_result(self) -> None:

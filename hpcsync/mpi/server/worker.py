@@ -146,8 +146,9 @@ class Worker(Stateful):
             self._link.buffers.put(push_info.worker, push_info.iteration, self._buffers.packed())
         for change in rates:
             self._infos.send(0, (messages.InfoKind.RATE, *messages.rate_change(push_info, *change)[1:]))
+        sent_s = self._link.clock.now()
         self._infos.send(0, (messages.InfoKind.PUSHED, *push_info[1:]))
-        self._await(push_info.iteration + 1)
+        self._await(push_info.iteration + 1, sent_s)
 
     def leave(self) -> None:
         """Leave the run; return once every worker has left."""
@@ -210,11 +211,14 @@ class Worker(Stateful):
             link.stated.put(stated, server, self.machine.grant.worker * link.n_stated)
             link.stated.flush(server)
 
-    def _await(self, iteration: int) -> None:
-        """Wait for the grant of this iteration, or for the end of the run if this worker is away."""
+    def _await(self, iteration: int, since_s: float | None = None) -> None:
+        """Wait for the grant of this iteration, or for the end of the run if this worker is away.
+
+        The wait counts from `since_s`: from before the push info is sent, so that it is never shorter than `held_s`.
+        """
         now, phases, machine = self._link.clock.now, self._link.phases, self.machine
         phases.enter(Phase.WAITING, iteration)
-        machine.waits(now())
+        machine.waits(now() if since_s is None else since_s)
         promises = self._reader.wait(iteration=None if self.is_away else iteration, into=self._weights)
         granted_s, grant = self._reader.granted_s, promises[0].grant
         if self.is_away and grant.iteration not in (0, iteration or grant.iteration):

@@ -77,6 +77,7 @@ def test_a_worker_that_reads_before_its_grant(trace):
         rows[column][own] -= 0.5
     early = with_rows(trace, "pushes", rows)
     assert failing(early) == {TIMES}
+    early = dataclasses.replace(early, attributes={**early.attributes, "engine": "mpi"})
     clock = np.zeros(1, trace.tables["clocks"].dtype)
     clock["rank"], clock["uncertainty_s"] = trace.job.cluster.servers + 1, 0.51
     assert failing(with_rows(early, "clocks", clock)) == set()
@@ -91,6 +92,7 @@ def test_times_are_not_compared_across_a_resume(trace):
     for column in ("begin_s", "end_s"):
         rows[column][later] -= 1e-3
     moved = with_rows(trace, "pushes", rows)
+    moved = dataclasses.replace(moved, attributes={**moved.attributes, "engine": "mpi"})
     clock = np.zeros(3, trace.tables["clocks"].dtype)
     clock["rank"], clock["uncertainty_s"] = 1 + np.arange(3), 1.0
     moved = with_rows(moved, "clocks", clock)
