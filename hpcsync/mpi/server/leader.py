@@ -106,6 +106,7 @@ class Leader:
                 now_s = self._link.clock.now()
                 push_info = self._next_info(now_s)
                 if push_info is not None:
+                    now_s = self._link.clock.now()  # not earlier than it was sent: a worker waits at least `held_s`
                     self._handle(now_s, push_info)
                     backoff.reset()
                 if push_info is None or now_s - chores_s >= CHORES_S:

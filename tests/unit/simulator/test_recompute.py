@@ -187,7 +187,7 @@ def test_the_command(trace: Trace, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["audit", str(trace.path.parent), "--recompute"])
     assert result.exit_code == 0
     assert all(name in result.stdout for name in ALL_BITS)
-    assert "all 35 checks passed" in result.stdout
+    assert "all 37 checks passed" in result.stdout
     gossip = trained(tmp_path, job({"name": "gossip", "mode": "pull"}))
     result = CliRunner().invoke(app, ["audit", str(gossip.path), "--recompute"])
     assert (result.exit_code, result.stdout) == (2, "")
