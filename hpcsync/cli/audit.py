@@ -13,16 +13,20 @@ def main(path: Path, *, recompute: bool) -> int:
     if not recompute:
         return trace_audit.main(path)
     from hpcsync.simulator import recompute as again
+    from hpcsync.simulator.simulated_again import is_simulation, simulated_again
     from hpcsync.trace.reader import Trace, load
     from hpcsync.workloads.registry import user_code
 
     def checks(trace: Trace) -> list[trace_audit.Check]:
         if (code := user_code(trace.job)) is not None:
             print(f"importing the workload from {code}", flush=True)
+        if is_simulation(trace):
+            return simulated_again(trace)
         return again.recompute(trace, say=lambda line: print(line, flush=True))
 
     try:
-        again.check_determined(load(path))
+        if not is_simulation(trace := load(path)):
+            again.check_determined(trace)
         return trace_audit.main(path, further=checks)
     except again.NotRecomputed as error:
         print(f"hpcsync: {path}: cannot be recomputed: {error}", file=sys.stderr)

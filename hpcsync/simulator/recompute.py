@@ -91,7 +91,7 @@ def recompute(trace: Trace, say: Callable[[str], None] = lambda line: None) -> l
         checks.append(_compared(EVALUATIONS, evaluations))
     weights = trace.path.parent / layout.WEIGHTS
     if trace.finished and weights.is_file():
-        checks.append(_compared_weights(workload, weights))
+        checks.append(compared_weights(workload, weights))
     return checks
 
 
@@ -301,7 +301,8 @@ def _compared(name: str, values: Values) -> Check:
     return Check(name, True, found.n_checked, detail)
 
 
-def _compared_weights(workload: Workload, path: Path) -> Check:
+def compared_weights(workload: Workload, path: Path) -> Check:
+    """Return the check of a file of weights against those of the workload's model."""
     try:
         saved = load_file(path)
     except SafetensorError as error:
