@@ -42,6 +42,7 @@ LIMIT_S = 120.0  # for a step to come, for a trial to end by itself, and for a r
 LATEST_S = 1.5  # after a step has begun
 MEMORY = Path("/dev/shm")
 TOPOLOGY = "hydra_hwloc_xmlfile_*"  # in /tmp, of MPICH's launcher
+PYTHON_STARTS = "Fatal Python error: init_import_site"  # Ctrl-C before a line of hpcsync has run
 OWN_MEMORY = "HPCSYNC_TROUBLE"
 
 JOB = """
@@ -168,6 +169,17 @@ def wait(condition: Callable[[], bool], limit_s: float) -> float:
     return time.monotonic() - begin_s
 
 
+def slowness() -> float:
+    """Return how many times longer a computation takes than its process computes: 1 on a machine with a free core.
+
+    It tells trials that fail because of other programs from those that fail by themselves.
+    """
+    begin_s, computed_s = time.monotonic(), time.process_time()
+    while time.process_time() < computed_s + 0.2:
+        pass
+    return (time.monotonic() - begin_s) / 0.2
+
+
 def gone(program: Program) -> bool:
     return program.process.poll() is not None and not program.left()
 
@@ -186,7 +198,7 @@ def examined(trial: Trial, folder: Path, place: Place, *, resumes: bool) -> Foun
         moment = hit(program, trial)
         gone_s = wait(lambda: gone(program), LIMIT_S)
         if gone_s > GONE_S:
-            wrong.append(f"gone after {gone_s:.1f} s")
+            wrong.append(f"gone after {gone_s:.1f} s, while a core was {slowness():.1f} times slower than alone")
         if moment.endswith("too late") and program.process.returncode:
             wrong.append("ended by itself")
         if left := program.left():
@@ -205,7 +217,7 @@ def examined(trial: Trial, folder: Path, place: Place, *, resumes: bool) -> Foun
             lock.take(out / lock.NAME, lock.this_process()).release()
         except JobError as error:
             wrong.append(str(error))
-    if "Traceback" in program.err:
+    if "Traceback" in program.err and PYTHON_STARTS not in program.err:
         wrong.append("traceback")
     trace, wrong_trace = traced(out)
     wrong += wrong_trace

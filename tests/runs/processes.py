@@ -13,8 +13,8 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -73,14 +73,14 @@ class Program:
     def left(self) -> list[psutil.Process]:
         """Every process of this program that is alive."""
         needle = f"{MARK}={self._mark}".encode()
-        return [psutil.Process(pid) for pid, environ in _environments() if needle in environ]
+        return list(_processes(pid for pid, environ in _environments() if needle in environ))
 
     def rank(self, rank: int) -> psutil.Process:
         """The process that is this rank."""
         needles = {f"{name}={rank}".encode() for name in RANK_VARIABLES}
         own = f"{MARK}={self._mark}".encode()
         pids = [pid for pid, environ in _environments() if own in environ and needles & set(environ)]
-        ranks = [process for pid in pids if "python" in (process := psutil.Process(pid)).name()]
+        ranks = [process for process in _processes(pids) if "python" in process.name()]
         ranks = [process for process in ranks if process.ppid() not in pids]  # not what the rank has started
         assert len(ranks) == 1, f"rank {rank}: {ranks}"
         return ranks[0]
@@ -128,6 +128,13 @@ def ended(argv: list[str], cwd: Path | None = None, environ: Mapping[str, str] =
     with started(argv, cwd, environ) as program:
         pass
     return program
+
+
+def _processes(pids: Iterable[int]) -> Iterator[psutil.Process]:
+    """Yield the processes of these that have not ended meanwhile."""
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            yield psutil.Process(pid)
 
 
 def _environments() -> Iterator[tuple[int, list[bytes]]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -212,3 +213,29 @@ def test_control_characters_are_refused(text: str) -> None:
         with pytest.raises(JobError, match="must not have control characters") as caught:
             script(Path(path), overrides, asked, command)
         assert len(str(caught.value).splitlines()) == 1
+
+
+# ---- shellcheck ----
+
+
+def complaints(text: str) -> str:
+    """Return what shellcheck says of a script, except that single quotes keep a name as it is."""
+    ended = subprocess.run(["shellcheck", "--shell=bash", "--exclude=SC2016", "-"], input=text, capture_output=True, text=True)
+    return ended.stdout + ended.stderr
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck")
+def test_shellcheck_has_nothing_to_say(tmp_path: Path) -> None:
+    """Of the templates, and of scripts whose paths and values hold what a shell would run."""
+    assert {path.stem: complaints(path.read_text()) for path in TEMPLATES} == dict.fromkeys(
+        (path.stem for path in TEMPLATES), ""
+    )
+    hostile = tmp_path / "$(touch x) `touch y` ; 'a' \"b\" & * $HOME.toml"
+    hostile.write_text(JOB)
+    for asked in (TWO_BY_TWO, TWO_BY_TWO._replace(preemptible=True, array=["seed=1,2"])):
+        text = script(hostile, ["optimizer.lr=0.5"], asked, f"hpcsync slurm {shlex.quote(str(hostile))}")
+        assert complaints(text) == ""
+        _, calls = execute(text, tmp_path, SLURM_ARRAY_TASK_ID="0", SLURM_ARRAY_JOB_ID="7")
+        assert str(hostile) in calls[0]
+        assert {path.name for path in tmp_path.iterdir()} <= {hostile.name, "srun", "scontrol", "calls"}
+    assert "SC2086" in complaints("#!/bin/bash\nrm $1\n"), "the control"
