@@ -220,7 +220,8 @@ def test_control_characters_are_refused(text: str) -> None:
 
 def complaints(text: str) -> str:
     """Return what shellcheck says of a script, except that single quotes keep a name as it is."""
-    ended = subprocess.run(["shellcheck", "--shell=bash", "--exclude=SC2016", "-"], input=text, capture_output=True, text=True)
+    line = ["shellcheck", "--shell=bash", "--exclude=SC2016", "-"]
+    ended = subprocess.run(line, input=text, capture_output=True, text=True)
     return ended.stdout + ended.stderr
 
 
@@ -232,7 +233,7 @@ def test_shellcheck_has_nothing_to_say(tmp_path: Path) -> None:
     )
     hostile = tmp_path / "$(touch x) `touch y` ; 'a' \"b\" & * $HOME.toml"
     hostile.write_text(JOB)
-    for asked in (TWO_BY_TWO, TWO_BY_TWO._replace(preemptible=True, array=["seed=1,2"])):
+    for asked in (TWO_BY_TWO, TWO_BY_TWO._replace(preemptible=True, array=["seed=[1, 2]"])):
         text = script(hostile, ["optimizer.lr=0.5"], asked, f"hpcsync slurm {shlex.quote(str(hostile))}")
         assert complaints(text) == ""
         _, calls = execute(text, tmp_path, SLURM_ARRAY_TASK_ID="0", SLURM_ARRAY_JOB_ID="7")
