@@ -132,8 +132,15 @@ class _Link:
     def remove(self, flow: _Flow) -> None:
         """Remove a flow that has ended."""
         self.n_flows -= 1
-        for flows in (self.own, self.watching, self.others):
-            flows.pop(flow.number, None)
+        if flow.bottleneck is self:
+            del self.own[flow.number]
+            self.watching.pop(flow.number, None)
+        else:
+            del self.others[flow.number]
+
+    def end_of(self, flow: _Flow) -> float:
+        """Return the time at which one of the own flows ends."""
+        return self.since_s + (flow.finish - self.clock) / self.level
 
     def first(self) -> tuple[float, _Flow | None]:
         """Return the time at which the first of the own flows ends, and the flow."""
@@ -142,7 +149,7 @@ class _Link:
             finish, number = finishes[0]
             flow = self.own.get(number)
             if flow is not None and flow.finish == finish:
-                return self.since_s + (finish - self.clock) / self.level, flow
+                return self.end_of(flow), flow
             heappop(finishes)  # it has ended, or has had another bottleneck since
         return math.inf, None
 
@@ -242,7 +249,8 @@ class SharedLinks:
             busy.set_level(busy.fair, self.loop.now_s)
             busy.own_flow(flow, busy.clock_at(self.loop.now_s) + size_bytes)
             busy.narrowest = min(busy.narrowest, quiet.capacity)
-            self._schedule_end(busy)
+            if busy.finishes[0][1] == flow.number:  # otherwise the first end, which is scheduled, becomes later
+                self._schedule_end(busy, flow)
         else:
             self._flows_change(flow)
 
@@ -288,7 +296,7 @@ class SharedLinks:
         link.end_s = math.inf
         first_s, flow = link.first()
         if first_s > now_s:  # the level has fallen since
-            self._schedule_end(link)
+            self._schedule_end(link, flow)
             return
         ended = []
         while flow is not None and first_s <= now_s:
@@ -298,7 +306,7 @@ class SharedLinks:
             first_s, flow = link.first()
         if not any(flow.other(link).n_flows for flow in ended) and link.own and self._slows_all(link, len(link.own)):
             link.set_level(link.fair, now_s)
-            self._schedule_end(link)
+            self._schedule_end(link, flow)
         else:
             for flow in ended:
                 self._flows_change(flow)
@@ -306,9 +314,12 @@ class SharedLinks:
         for flow in ended:
             flow.then(*flow.args)
 
-    def _schedule_end(self, link: _Link) -> None:
-        """Schedule the first end of the link's own flows. If the level falls before, it is scheduled again then."""
-        end_s = max(link.first()[0], self.loop.now_s)
+    def _schedule_end(self, link: _Link, first: _Flow | None = None) -> None:
+        """Schedule the first end of the link's own flows. If the level falls before, it is scheduled again then.
+
+        `first` is the flow that ends first, where that is known.
+        """
+        end_s = max(link.first()[0] if first is None else link.end_of(first), self.loop.now_s)
         if end_s < link.end_s:
             link.end_s = end_s
             self.loop.at(end_s, self._end, link)
