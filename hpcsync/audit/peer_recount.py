@@ -268,9 +268,11 @@ class PeerRecount:
     def possible_s(self) -> np.ndarray:
         """Earliest time at which each recorded version can have existed, in seconds, shape (n_updates,).
 
-        By then its steps have been computed: all of one iteration, or as many as the version counts.
+        By then its steps have been computed: all of one iteration, or as many as the version counts. Under layer
+        separation they have begun: a worker publishes its part before its step ends.
         """
-        end_s, n = self.steps["end_s"] - self.uncertain_s, len(self.updates)
+        end_s = self.steps["end_s" if self.groups is None else "begin_s"] - self.uncertain_s
+        n = len(self.updates)
         if not self.one_model:
             return np.append(np.sort(end_s), np.full(n, -np.inf))[:n]
         made_s, known = np.full(n, -np.inf), self.count <= n

@@ -26,8 +26,6 @@ RESTART = 'on_death = "restart", compute = {model = "constant", seconds = 0.01}'
 PARADIGMS = {
     "bsp": 'name = "bsp"',
     "allreduce": 'name = "allreduce"',
-    "local-sgd": 'name = "local-sgd", steps = 2',
-    "gossip": 'name = "gossip", mode = "pull"',
 }
 BREAKING = """
 import os
@@ -60,9 +58,7 @@ def checked(folder: Path) -> Trace:
     return trace
 
 
-@pytest.mark.parametrize(
-    "paradigm", ["bsp", "allreduce", *(pytest.param(name, marks=pytest.mark.once) for name in ("local-sgd", "gossip"))]
-)
+@pytest.mark.parametrize("paradigm", ["bsp", pytest.param("allreduce", marks=pytest.mark.once)])
 def test_a_run_of_which_a_rank_is_killed_starts_again(tmp_path: Path, paradigm: str) -> None:
     write(tmp_path, paradigm)
     with started(hpcsync("run", "job.toml", "--out", "out"), tmp_path) as run:
