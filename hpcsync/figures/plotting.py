@@ -20,7 +20,7 @@ from matplotlib.textpath import TextPath
 from matplotlib.ticker import NullFormatter
 
 from hpcsync.paradigms import OPTIONS
-from hpcsync.report.variants import LEAST_SEEDS, LEVEL, half_widths
+from hpcsync.report.variants import LEAST_SEEDS, LEVEL, mean_and_band
 from hpcsync.trace.reader import Trace, TraceError
 
 PAGE_INCHES = 7.0
@@ -135,35 +135,6 @@ def styles(traces: Sequence[Trace]) -> list[dict[str, Any]]:
 
 
 # ---- several seeds ----
-
-
-class Band(NamedTuple):
-    """Means over seeds, and both ends of their bands."""
-
-    mean: np.ndarray
-    low: np.ndarray
-    high: np.ndarray
-
-
-def mean_and_band(values: np.ndarray) -> Band:
-    """Return the mean over seeds and its band.
-
-    Parameters
-    ----------
-    values
-        Shape (n_seeds, n_points).
-
-    Returns
-    -------
-    Band
-        Each of shape (n_points,). The band is Student's 95 % interval of the mean; with fewer than `LEAST_SEEDS` seeds
-        it is the range from the smallest to the largest value.
-    """
-    mean = values.mean(axis=0)
-    if len(values) < LEAST_SEEDS:
-        return Band(mean, values.min(axis=0), values.max(axis=0))
-    half = half_widths(values)
-    return Band(mean, mean - half, mean + half)
 
 
 def about_band(groups: Sequence[Sequence[Trace]]) -> str:

@@ -15,6 +15,7 @@ from matplotlib.ticker import MaxNLocator
 
 from hpcsync.figures import plotting
 from hpcsync.figures.plotting import Drawing
+from hpcsync.report.variants import mean_and_band
 from hpcsync.trace.reader import Trace, TraceError
 
 BINS = 60
@@ -80,7 +81,7 @@ def histogram(runs: Sequence[pd.Series]) -> pd.DataFrame:
     bin_updates = largest // BINS + 1
     n_bins = largest // bin_updates + 1
     counts = [np.bincount(staleness // bin_updates, minlength=n_bins) / len(staleness) for staleness in runs]
-    share, low, high = plotting.mean_and_band(np.array(counts))
+    share, low, high = mean_and_band(np.array(counts))
     middle = np.arange(n_bins) * bin_updates + (bin_updates - 1) / 2
     bars = {"staleness_updates": middle, "bin_updates": bin_updates, "share": share}
     return pd.DataFrame({**bars, "share_low": low, "share_high": high})

@@ -16,6 +16,7 @@ from matplotlib.axes import Axes
 
 from hpcsync.figures import plotting
 from hpcsync.figures.plotting import Drawing
+from hpcsync.report.variants import mean_and_band
 from hpcsync.trace.reader import Trace, TraceError
 
 COLUMNS = {"load": "load_s", "compute": "compute_s", "wait": "wait_s", "transfer": "comm_s"}
@@ -85,7 +86,7 @@ def mean_shares(group: Sequence[Trace], workers: int) -> pd.DataFrame:
     rows = ["all", *plotting.pick(common, workers)]
     frame = sum(run.loc[rows, list(COLUMNS.values())] for run in runs) / len(runs)
     for activity in COLUMNS:
-        band = plotting.mean_and_band(np.array([run.loc[rows, f"{activity}_share"] for run in runs]))
+        band = mean_and_band(np.array([run.loc[rows, f"{activity}_share"] for run in runs]))
         for end, values in zip(("", "_low", "_high"), band, strict=True):
             frame[f"{activity}_share{end}"] = values
     return frame.assign(runs=len(runs)).rename_axis("worker").reset_index()

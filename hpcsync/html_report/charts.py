@@ -14,8 +14,6 @@ from hpcsync.html_report.svg import WIDTH, Panel, Scale, element, limits, number
 from hpcsync.report.variants import Estimate
 
 COLOURS = 8  # series that the style sheet can tell apart; later ones repeat the colours with other dashes
-POINTS = 600  # of all lines of a panel together
-LEAST_POINTS = 8  # of a line
 BARS = 32  # of a histogram
 BAR_WORKERS = 32  # workers shown of a run
 MATRIX_WORKERS = 16  # in rows and columns
@@ -54,93 +52,6 @@ class Figure(NamedTuple):
 def series(i: int) -> str:
     """Return the class of the i-th series."""
     return f"s{i % COLOURS} d{i // COLOURS % 3}"
-
-
-# ---- accuracy and loss ----
-
-
-def learning_curves(runs: Mapping[str, Sequence[RunData]], quantity: str) -> Figure | None:
-    """Return an evaluated quantity against time and samples; None if no run has it."""
-    panels, rows = [], []
-    for column, x_label in (("now_s", "time (s)"), ("samples", "samples")):
-        curves = {
-            label: curve
-            for label, each in runs.items()
-            if (curve := _curve(each, quantity, column, len(runs))) is not None
-        }
-        if not curves:
-            return None
-        targets = {getattr(run.job.stop, f"target_{quantity}") for each in runs.values() for run in each} - {None}
-        values = [*np.concatenate([curve[:, 1:].ravel() for curve in curves.values()]).tolist(), *targets]
-        log = quantity == "loss" and min(values) > 0 and max(values) > 20 * min(values)
-        right = max(float(curve[-1, 0]) for curve in curves.values())
-        panel = Panel.of((0.0, 1.02 * right or 1.0), limits(values, log=log), log_y=log)
-        parts = panel.axes(x_label, quantity)
-        for value in sorted(targets):
-            y = panel.y(value)
-            line = element("line", x1=panel.x.begin, x2=panel.x.end, y1=y, y2=y, class_="target")
-            parts += [element("g", title(f"target: {quantity} {value:g}"), line)]
-            parts.append(text(panel.x.begin + 4, y - 4, f"target {value:g}", "tick"))
-        for i, label in enumerate(runs):
-            if label in curves:
-                parts += _drawn(panel, curves[label], series(i), label, quantity, x_label)
-                rows += [
-                    (label, x_label, number(x), f"{mean:.5g}", f"{low:.5g}", f"{high:.5g}")
-                    for x, mean, low, high in curves[label].tolist()
-                ]
-        panels.append(
-            (
-                f"{quantity} against {x_label.removesuffix(' (s)')}",
-                picture(f"{quantity} against {x_label}", 250, *parts),
-            )
-        )
-    several = max(map(len, runs.values())) > 1
-    note = "Lines are means over the seeds, bands reach from the smallest to the largest; a run that has ended keeps "
-    note = f"{note}its last value. " if several else ""
-    return Figure(
-        caption=f"{quantity.capitalize()} on held-out data",
-        panels=panels,
-        legend=[(series(i), label) for i, label in enumerate(runs)] if len(runs) > 1 else [],
-        table=Table(("variant", "against", "at", "mean", "smallest", "largest"), rows),
-        note=f"{note}At most {_points(len(runs))} evenly spaced points of each line are drawn.",
-    )
-
-
-def _points(n_lines: int) -> int:
-    return max(LEAST_POINTS, POINTS // (4 * max(2, n_lines)))
-
-
-def _curve(runs: Sequence[RunData], quantity: str, column: str, n_lines: int) -> np.ndarray | None:
-    """Return x, mean, smallest and largest over the runs, shape (n, 4); a run that has ended keeps its last value."""
-    each = []
-    for run in runs:
-        rows = run.evaluations[np.isfinite(run.evaluations[quantity])]
-        if len(rows):
-            order = np.argsort(rows[column], kind="stable")
-            each.append((rows[column][order].astype(float), rows[quantity][order]))
-    if not each:
-        return None
-    at = np.unique(np.concatenate([x for x, _ in each]))
-    at = evenly(at[at >= max(x[0] for x, _ in each)], _points(n_lines))
-    values = np.array([np.interp(at, x, y) for x, y in each])
-    return np.stack([at, values.mean(axis=0), values.min(axis=0), values.max(axis=0)], axis=1)
-
-
-def _drawn(panel: Panel, curve: np.ndarray, class_: str, label: str, quantity: str, x_label: str) -> list[Markup]:
-    points = [(panel.x(x), panel.y(mean)) for x, mean, _, _ in curve.tolist()]
-    parts = []
-    if (curve[:, 2] < curve[:, 3]).any():
-        upper = [(panel.x(x), panel.y(high)) for x, _, _, high in curve.tolist()]
-        lower = [(panel.x(x), panel.y(low)) for x, _, low, _ in curve.tolist()]
-        parts.append(path([*upper, *reversed(lower)], f"band {class_}", closed=True))
-    parts.append(path(points, f"line {class_}"))
-    parts.append(element("circle", cx=points[-1][0], cy=points[-1][1], r=3, class_=f"dot {class_}"))
-    unit = " s" if x_label.endswith("(s)") else f" {x_label}"
-    for (x, y), (at, mean, low, high) in zip(points, curve.tolist(), strict=True):
-        spread = f" ({low:.4g} to {high:.4g})" if low < high else ""
-        told = title(f"{label}: {quantity} {mean:.4g}{spread} at {number(at)}{unit}")
-        parts.append(element("circle", told, cx=x, cy=y, r=5, class_=f"hit {class_}"))
-    return parts
 
 
 # ---- time to the target ----

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from hpcsync.html_report import charts, verdict
+from hpcsync.html_report import charts, curves, verdict
 from hpcsync.html_report.charts import Figure
 from hpcsync.html_report.run_data import RunData, runs_with
 from hpcsync.html_report.svg import number
@@ -222,7 +222,7 @@ _FIGURES: tuple[tuple[str, str, str, Callable[[Group], Iterator[Figure | None]]]
         "accuracy",
         "Accuracy and loss",
         "",
-        lambda group: (charts.learning_curves(group.shown, quantity) for quantity in ("accuracy", "loss")),
+        lambda group: (curves.learning_curves(group.shown, quantity) for quantity in ("accuracy", "loss")),
     ),
     (
         "time",

@@ -104,6 +104,35 @@ def half_widths(values: np.ndarray) -> np.ndarray:
     return np.asarray(t.ppf(0.5 + LEVEL / 2, len(values) - 1) * errors)
 
 
+class Band(NamedTuple):
+    """Means over seeds, and both ends of their bands."""
+
+    mean: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+
+
+def mean_and_band(values: np.ndarray) -> Band:
+    """Return the mean over seeds and its band.
+
+    Parameters
+    ----------
+    values
+        Shape (n_seeds, n_points).
+
+    Returns
+    -------
+    Band
+        Each of shape (n_points,). The band is Student's 95 % interval of the mean; with fewer than `LEAST_SEEDS` seeds
+        it is the range from the smallest to the largest value.
+    """
+    mean = values.mean(axis=0)
+    if len(values) < LEAST_SEEDS:
+        return Band(mean, values.min(axis=0), values.max(axis=0))
+    half = half_widths(values)
+    return Band(mean, mean - half, mean + half)
+
+
 def estimate(values: Sequence[float]) -> Estimate:
     """Return the mean of finite values with the half width of Student's 95 % interval."""
     mean = float(np.mean(values))

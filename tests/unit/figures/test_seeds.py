@@ -10,7 +10,7 @@ from scipy import stats
 
 from hpcsync import figures
 from hpcsync.figures import plotting, staleness, waiting
-from hpcsync.report.variants import estimate
+from hpcsync.report.variants import estimate, mean_and_band
 from tests.unit.figures.test_figures import with_seed
 from tests.unit.trace import peer_recorder
 from tests.unit.trace.recorder import edit, record, with_status
@@ -37,7 +37,7 @@ def words(drawing):
 
 def test_the_band_of_three_seeds_is_students_interval():
     values = np.array([[1.0, 4.0], [2.0, 4.0], [6.0, 4.0]])
-    mean, low, high = plotting.mean_and_band(values)
+    mean, low, high = mean_and_band(values)
     # By hand: mean 3, squares 4 + 1 + 9, standard error sqrt(14 / 2 / 3), t = 4.303 with two degrees of freedom.
     half = 4.302652729911275 * np.sqrt(14 / 6)
     assert np.allclose([mean, low, high], [[3, 4], [3 - half, 4], [3 + half, 4]], rtol=1e-12)
@@ -49,8 +49,8 @@ def test_the_band_of_three_seeds_is_students_interval():
 
 
 def test_the_band_of_fewer_seeds_is_the_range():
-    assert [each.tolist() for each in plotting.mean_and_band(np.array([[1.0], [4.0]]))] == [[2.5], [1.0], [4.0]]
-    assert [each.tolist() for each in plotting.mean_and_band(np.array([[1.0]]))] == [[1.0], [1.0], [1.0]]
+    assert [each.tolist() for each in mean_and_band(np.array([[1.0], [4.0]]))] == [[2.5], [1.0], [4.0]]
+    assert [each.tolist() for each in mean_and_band(np.array([[1.0]]))] == [[1.0], [1.0], [1.0]]
 
 
 def test_steps_hold_and_lines_are_interpolated():
