@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch._prims.rng_prims  # without it torch.Generator() fails where the meta kernels are deferred
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import torch
+
 DEFER = "from hpcsync.training.deferred_meta import defer, restore; defer()\n"
 LOADED = "print([name in sys.modules for name in ('torch._refs', 'torch._decomp', 'torch._prims')])\n"
 SHAPE = "print(tuple(torch.empty(3, 4, device='meta').kthvalue(2).values.shape))\n"
@@ -34,3 +36,10 @@ def test_without_restoring_them_it_would_not() -> None:
 def test_asking_for_a_name_of_them_loads_them() -> None:
     assert output(DEFER + "import torch\nfrom torch._meta_registrations import aten\n" + SHAPE) == "(3,)\n"
     assert output("import torch\n" + DEFER + SHAPE) == "(3,)\n"
+
+
+def test_workloads_can_make_generators_without_the_kernels() -> None:
+    make = "import torch; torch.Generator(); print('torch._refs' in sys.modules)"
+    assert output(DEFER + "import hpcsync.workloads.registry\n" + make) == "False\n"
+    needs_metaclass = hasattr(torch._C, "_set_generator_metaclass")  # not in every version of torch
+    assert ("RuntimeError" in output(DEFER + make, status=int(needs_metaclass))) == needs_metaclass
