@@ -19,7 +19,6 @@ from hpcsync.system import garbage
 from hpcsync.system.launch_output import wait_until_read
 from hpcsync.system.launcher import LaunchError, expected_rank, under_launcher
 from hpcsync.system.signals import ending_at_once, left_to_rank_0
-from hpcsync.training import deferred_meta
 from hpcsync.version import __version__
 
 app = typer.Typer(
@@ -589,6 +588,5 @@ def user_errors_in_one_line() -> Iterator[None]:
 def main() -> None:
     """Run the command line."""
     garbage.freeze_at_end()
-    deferred_meta.defer()
     with user_errors_in_one_line():  # Ctrl-C while the commands are set up
         app(prog_name="hpcsync")

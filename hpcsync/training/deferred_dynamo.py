@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 
-from hpcsync.training import deferred_meta
-
 NAME = "torch._dynamo"
 
 
@@ -55,6 +53,5 @@ class _Deferred(ModuleType):
         if sys.modules.get(NAME) is self:
             del sys.modules[NAME]
             del torch._dynamo
-            deferred_meta.restore()
             importlib.import_module(NAME)
         return getattr(sys.modules[NAME], name)

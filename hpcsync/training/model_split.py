@@ -18,7 +18,6 @@ from torch import fx, nn
 
 from hpcsync.config.errors import did_you_mean
 from hpcsync.planning.split_cost import Shape
-from hpcsync.training import deferred_meta
 from hpcsync.training.flat_model import trainable
 from hpcsync.training.gradient import Loss
 
@@ -245,7 +244,6 @@ def positions(model: nn.Module, half: nn.Module) -> list[slice]:
 
 def _on_meta(half: nn.Module) -> nn.Module:
     """Return a copy in evaluation mode on the meta device: shapes without values."""
-    deferred_meta.restore()
     memo: dict[int, Any] = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in half.parameters()
     }

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch._prims.rng_prims  # without it torch.Generator() fails where the meta kernels are deferred
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset
@@ -24,7 +23,6 @@ from torch.utils.data import Dataset, TensorDataset
 from hpcsync.config.errors import JobError, shown
 from hpcsync.config.job import Job
 from hpcsync.config.workloads import Cifar, Digits, Function, Images, Linear, Script, Text, Timing
-from hpcsync.training import deferred_meta
 from hpcsync.training.flat_model import device_of
 from hpcsync.training.gradient import Loss
 from hpcsync.workloads import cifar, stripes, text
@@ -124,7 +122,6 @@ def user_code(job: Job) -> str | None:
 def _from_user(settings: Function) -> Workload:
     name = f"workload.name = {shown(settings.name)}"
     module, _, function = settings.name.partition(":")
-    deferred_meta.restore()
     try:
         make = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:

@@ -14,7 +14,7 @@ from torch import nn
 
 from hpcsync.config.errors import JobError, did_you_mean, shown
 from hpcsync.planning.split_cost import Shape
-from hpcsync.training import deferred_meta, model_split
+from hpcsync.training import model_split
 
 
 class Architecture(NamedTuple):
@@ -63,7 +63,6 @@ def build(name: str, device: str = "meta") -> model_split.ModelSplit:
             f"--model {shown(name)}: must be one of {', '.join(ARCHITECTURES)}{did_you_mean(name, ARCHITECTURES)}"
         )
     architecture = ARCHITECTURES[name]
-    deferred_meta.restore()
     models = _torchvision_models(name)
     with torch.device(device):
         model: nn.Module = _inception_v3(models) if name == "inception_v3" else getattr(models, name)()
