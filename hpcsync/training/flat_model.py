@@ -10,7 +10,6 @@ import itertools
 from collections.abc import Sequence
 
 import torch
-import torch._prims.rng_prims  # without it torch.Generator() fails where the meta kernels are deferred
 from torch import nn
 
 DTYPES = (torch.float32, torch.float64)
