@@ -154,7 +154,7 @@ def _newest(folder: Path) -> Path:
         return folder
     found = sorted(folder.glob(f"*/{STATUS}"), key=lambda path: path.stat().st_mtime)
     if not found:
-        what = "holds no run that has a status" if folder.is_dir() else "no such folder"
+        what = "holds no run that has a status; a simulation keeps none" if folder.is_dir() else "no such folder"
         raise StatusError(f"{folder}: {what}")
     return found[-1].parent
 
