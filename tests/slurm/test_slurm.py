@@ -236,7 +236,7 @@ def test_jobs_of_which_a_node_vanishes_restart_with_the_ranks_that_are_left(slur
     for paradigm in ("bsp", "allreduce"):
         (tmp_path / paradigm).mkdir()
         place = Place(slurm, tmp_path / paradigm)
-        place.job("digits-bsp", f'{{name = "{paradigm}"}}', PADDED, 1000)
+        place.job("digits-bsp", f'{{name = "{paradigm}"}}', PADDED, 600)
         begun[paradigm] = place, place.submit("restart.sh", "--nodes=3", ONE_A_NODE, "--nodelist=n[1-2,4]")
     for place, job in begun.values():
         place.until(partial(place.trains, job), job)
@@ -250,4 +250,4 @@ def test_jobs_of_which_a_node_vanishes_restart_with_the_ranks_that_are_left(slur
         rows = trace.tables["pushes" if paradigm == "bsp" else "exchanges"]
         last_s = trace.tables["starts"]["now_s"][-1]
         assert set(rows["worker"][rows["now_s"] > last_s]) == set(range(1 if paradigm == "bsp" else 2))
-        assert len(trace.tables["updates"]) == 1000
+        assert len(trace.tables["updates"]) == 600
