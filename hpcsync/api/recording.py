@@ -221,9 +221,11 @@ def write(job: Job, steps: Sequence[np.ndarray], hosts: Sequence[str], out: str 
         of_all, 2, 0
     )  # each of shape (n_workers, n_steps)
     comm_s = sum_s.min(axis=0)
-    # All workers begin a step when the sum of the one before has arrived, on worker 0's clock.
+    # All workers begin a step when the sum of the one before has arrived, on worker 0's clock. On another's a step may
+    # have taken longer.
     ready_s = load_s + compute_s
-    took_s = np.maximum(np.diff(end_s[0], prepend=end_s[0, 0] - (ready_s + sum_s)[0, 0]), ready_s.max(axis=0))
+    busy_s = ready_s + sum_s
+    took_s = np.maximum(np.diff(end_s[0], prepend=end_s[0, 0] - busy_s[0, 0]), busy_s.max(axis=0))
     ended_s = [0.0, *np.cumsum(took_s).tolist()]
     folder = layout.choose(job, out)
     layout.create(folder, job)
