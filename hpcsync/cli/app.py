@@ -35,6 +35,10 @@ Overrides = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the job file, e.g. paradigm.staleness_max=20."),
 ]
 Out = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the run; runs/NAME-TIME/ by default.")]
+Runs = Annotated[
+    list[Path],
+    typer.Argument(metavar="RUN...", help="Traces, or folders with the traces of runs.", show_default=False),
+]
 Log = Annotated[
     str | None,
     typer.Option(
@@ -316,10 +320,7 @@ def advise(
 
 @app.command("report")
 def report_(
-    runs: Annotated[
-        list[Path],
-        typer.Argument(metavar="RUN...", help="Traces, or folders with the traces of runs.", show_default=False),
-    ],
+    runs: Runs,
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The file, .html.")] = Path("report.html"),
     audited: Annotated[
         bool | None,
@@ -363,10 +364,7 @@ def explain(
 
 @app.command("export")
 def export_(
-    runs: Annotated[
-        list[Path],
-        typer.Argument(metavar="RUN...", help="Traces, or folders with the traces of runs.", show_default=False),
-    ],
+    runs: Runs,
     out: Annotated[
         Path,
         typer.Option(
