@@ -27,7 +27,7 @@ from typing import IO, NamedTuple
 from hpcsync.system import process_cleanup
 from hpcsync.system.launch_output import Output
 from hpcsync.system.process_cleanup import MARK, NO_WILL, Will
-from hpcsync.system.signals import LISTENING
+from hpcsync.system.signals import LISTENING, TO_BE_RESUMED
 
 TIMED_OUT = 124  # as timeout(1)
 VIEWED = "HPCSYNC_VIEWED"  # environment variable of ranks whose status is shown by the process that started them
@@ -393,6 +393,8 @@ def launch(
         return Ended(TIMED_OUT, None, True)
     signum = next((signum for signum in signums if signum != signal.SIGUSR1), None)
     status = process.returncode if process.returncode >= 0 else 128 - process.returncode
+    if stopped and signum is None and status == TO_BE_RESUMED:
+        status = 1  # of the ranks that were told to end because another one had
     return Ended(128 + signum if stopped and signum and status == 0 else status, signum)
 
 
