@@ -35,10 +35,7 @@ Overrides = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the job file, e.g. paradigm.staleness_max=20."),
 ]
 Out = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the run; runs/NAME-TIME/ by default.")]
-Runs = Annotated[
-    list[Path],
-    typer.Argument(metavar="RUN...", help="Traces, or folders with the traces of runs.", show_default=False),
-]
+Runs = Annotated[list[Path], figure.RUNS]
 Log = Annotated[
     str | None,
     typer.Option(

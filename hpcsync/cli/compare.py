@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 TUNING_SEEDS = 1_000  # the first one, counted from the seed of the job: none of those that are reported
 
+OF_RUNS = ("csv", "latex", "report")  # options that finished runs may be given
+
 
 class Asked(NamedTuple):
     """Options of the command line, under their names."""
@@ -56,8 +58,7 @@ def main(paths: Sequence[Path], asked: Asked) -> int:
             print("hpcsync: interrupted; the same command resumes", file=sys.stderr)
             return 1
     else:
-        if asked != Asked(csv=asked.csv, latex=asked.latex, report=asked.report):
-            raise JobError(f"compare: {paths[0]} must be a job file (.toml), to be run with these options")
+        _refuse_options_of_a_grid(paths[0], asked)
         status, found = 0, finished_runs.grouped(paths)
     if not found:
         print("hpcsync: no run has finished", file=sys.stderr)
@@ -78,6 +79,15 @@ def main(paths: Sequence[Path], asked: Asked) -> int:
     if asked.report is not None:
         report.write_report(found, asked.report)
     return status
+
+
+def _refuse_options_of_a_grid(path: Path, asked: Asked) -> None:
+    """Raise JobError for options that finished runs cannot be given."""
+    given, default = asked._asdict(), Asked()._asdict()
+    wrong = [name for name in given if name not in OF_RUNS and given[name] != default[name]]
+    if wrong:
+        options = ", ".join("--set" if name == "overrides" else f"--{name.replace('_', '-')}" for name in wrong)
+        raise JobError(f"compare: {options}: must be left out for finished runs; {path} is no job file (.toml)")
 
 
 def summaries(runs: Mapping[int, finished_runs.Read]) -> dict[int, Summary]:

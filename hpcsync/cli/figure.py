@@ -18,18 +18,18 @@ HELP = (
     " seeds on and the range of two. controller and timeline show each run alone."
     + "\n\nNeeds matplotlib and pandas: pip install matplotlib pandas."
 )
+RUNS = typer.Argument(metavar="RUN...", help="Traces, or folders with the traces of runs.", show_default=False)
 KINDS = (".png", ".svg", ".pdf", ".csv")
 
 
 def command(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="Name of the figure.", show_default=False)] = None,
-    runs: Annotated[
-        list[Path] | None,
-        typer.Argument(metavar="RUN...", help="Traces, or folders with the traces of runs.", show_default=False),
-    ] = None,
+    runs: Annotated[list[Path] | None, RUNS] = None,
     out: Annotated[
         Path | None,
         typer.Option(
+            "--out",
+            "-o",
             metavar="FILE",
             help="Output file: .png, .svg, .pdf or .csv; without a suffix PNG, SVG and CSV. Default: figures/NAME.",
             show_default=False,

@@ -13,6 +13,7 @@ from hpcsync.config.job import Job
 from hpcsync.core.device_speed import Device
 from hpcsync.core.peer_machine import create_method
 from hpcsync.paradigms.peer_method import PeerMethod
+from hpcsync.simulator import replayed_layers
 from hpcsync.simulator.cluster import changes_of, refuse_standstill
 from hpcsync.simulator.event_loop import Loop
 from hpcsync.simulator.peer_transfers import Links, Then, Workers, replica_bytes
@@ -65,18 +66,23 @@ def build(job: Job, workload: Workload) -> Workers:
     JobError
         If the trace cannot be read, or does not fit the job.
     """
-    method, size_bytes = create_method(job), replica_bytes(workload)
-    if method.transport not in LOCKSTEP:
+    loop, method, size_bytes = Loop(), create_method(job), replica_bytes(workload)
+    links: Links
+    if job.paradigm.separates_layers:
+        each, changes = replayed_layers.read(job, workload)
+        links = replayed_layers.RecordedLinks(loop, job, each, size_bytes)
+    elif method.transport in LOCKSTEP:
+        each, changes = read_columns(job, 2 * size_bytes)
+        links = timed(loop, method, [columns.comm_s for columns in each], size_bytes)
+    else:
         raise JobError(
             f"cluster.times_from = {shown(job.cluster.times_from)}: must be left out with paradigm.name = "
-            f'"{job.paradigm.name}": recorded times serve jobs with servers, all-reduce and local SGD'
+            f'"{job.paradigm.name}": recorded times serve jobs with servers, all-reduce, local SGD and Stanza'
         )
-    each, changes = read_columns(job, 2 * size_bytes)
     times = [RecordedTimes(*columns) for columns in each]
     refuse_standstill(job, "cluster.times_from", [own.total_s == 0.0 for own in times])
-    loop = Loop()
     devices = [Device(own.seconds(), changes_of(job, worker, changes)) for worker, own in enumerate(times)]
-    return Workers(loop, devices, timed(loop, method, [columns.comm_s for columns in each], size_bytes))
+    return Workers(loop, devices, links)
 
 
 def timed(loop: Loop, method: PeerMethod, comm_s: Sequence[np.ndarray], size_bytes: int = 0) -> Links:

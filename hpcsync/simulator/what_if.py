@@ -25,10 +25,10 @@ from hpcsync.core.assignments import create_paradigm
 from hpcsync.core.device_speed import Device
 from hpcsync.core.peer_machine import create_method
 from hpcsync.report.explanation import WhatIf
-from hpcsync.simulator import cluster, factory
+from hpcsync.simulator import cluster, factory, replayed_layers
 from hpcsync.simulator.event_loop import Loop
-from hpcsync.simulator.peer_transfers import Workers
-from hpcsync.simulator.replayed_links import KINDS, timed, to_send_s
+from hpcsync.simulator.peer_transfers import Links, Workers, replica_bytes
+from hpcsync.simulator.replayed_links import timed, to_send_s
 from hpcsync.simulator.replayed_times import (
     LOCKSTEP,
     Columns,
@@ -98,12 +98,12 @@ def study(trace: Trace | TraceFile, paradigms: Sequence[Mapping[str, Any]] = ())
     others = [_under(recorded, paradigm) for paradigm in paradigms]
     times = recorded.workers
     every = range(len(times))
-    medians = Columns(*(_median(times, i) for i in range(len(Columns._fields))))
+    medians = _medians(recorded)
     slowest = sorted(every, key=lambda worker: -_mean_step_s(times[worker]))[:WORKERS]
 
     def duration_s(workers: Sequence[int], operations: Sequence[str]) -> float:
         chosen = set(workers)
-        replaced = [_replaced(each, medians, operations) if i in chosen else each for i, each in enumerate(times)]
+        replaced = [_replaced(each, medians[i], operations) if i in chosen else each for i, each in enumerate(times)]
         return _duration_s(recorded, replaced)
 
     speeds = 1.0 / np.array([_mean_step_s(each) or np.nan for each in times])
@@ -145,14 +145,10 @@ def _of_pushes(trace: Trace | TraceFile) -> _Recorded:
 
 
 def _of_exchanges(trace: Trace | TraceFile) -> _Recorded:
-    method = create_method(trace.job)
-    if method.transport not in KINDS:
-        raise NotReplayed(
-            f"an iteration of {trace.job.paradigm.name} has several transfers between computations, "
-            "and a trace holds the sum of their times only"
-        )
+    method, separates = create_method(trace.job), trace.job.paradigm.separates_layers
     n_iterations = max(1, ROWS // trace.n_workers)
-    updates = _first(trace, "updates", n_iterations if method.transport in LOCKSTEP else ROWS)
+    together = separates or method.transport in LOCKSTEP
+    updates = _first(trace, "updates", n_iterations if together else ROWS)
     rows = _first(trace, "exchanges", 2 * ROWS)
     rows = rows[rows["batch_size"] > 0]
     if not method.synchronous and len(updates) < ROWS:
@@ -162,15 +158,19 @@ def _of_exchanges(trace: Trace | TraceFile) -> _Recorded:
     samples, real_s = (updates[name][-1].item() for name in ("samples", "now_s"))
     rows = rows[rows["iteration"] <= n_iterations] if method.synchronous else rows[rows["now_s"] <= real_s]
     rows = rows[np.argsort(rows["iteration"], kind="stable")]
-    batch_size = _batch_size(rows["batch_size"])
+    takes = np.isin(rows["worker"], trace.job.takers)
+    batch_size = _batch_size(rows["batch_size"][takes])
     each = [rows[rows["worker"] == worker] for worker in range(trace.n_workers)]
     if absent := [worker for worker, own in enumerate(each) if not len(own)]:
         raise NotReplayed(f"worker {absent[0]} has no iteration among the first {len(rows):,}")
+    job = _in_virtual_time(trace.job, samples, batch_size)
+    if separates:
+        return _Recorded(job, samples, real_s, replayed_layers.columns(job, rows), _losses(each))
     workers = [columns_in_step(own, batch_size) for own in each]
     if method.transport == "swap":
         comm_s = to_send_s(rows, trace.n_workers)
         workers = [columns._replace(comm_s=comm_s[rows["worker"] == i]) for i, columns in enumerate(workers)]
-    return _Recorded(_in_virtual_time(trace.job, samples, batch_size), samples, real_s, workers, _losses(each))
+    return _Recorded(job, samples, real_s, workers, _losses(each))
 
 
 def _losses(each: Sequence[np.ndarray]) -> list[list[float]]:
@@ -201,6 +201,9 @@ def _in_virtual_time(job: Job, samples: int, batch_size: int) -> Job:
             "compute": {"model": "constant", "seconds": 1.0},
         },
     }
+    if job.paradigm.separates_layers:
+        table["workload"] |= {"classifier": 1, "activations": 1}
+        table["paradigm"] |= {"cut": "classifier", "fc_share": 0.5}  # the recorded times are scaled by it
     if isinstance(job.workload, Script) or "optimizer" not in table:
         table["optimizer"] = {"name": "sgd", "lr": 0.1}
     for key in ("compression", "checkpoint"):  # the recorded times contain those of compression
@@ -213,6 +216,17 @@ def _in_virtual_time(job: Job, samples: int, batch_size: int) -> Job:
 
 def _mean_step_s(columns: Columns) -> float:
     return float(columns.compute_s.sum() / columns.local_steps.sum())
+
+
+def _medians(recorded: _Recorded) -> list[Columns]:
+    """Return for each worker the medians of all workers that compute the same part of the model."""
+    times, job = recorded.workers, recorded.job
+    parts = (job.groups.fc, job.groups.convolution) if job.paradigm.separates_layers else (range(len(times)),)
+    found = []
+    for part in parts:
+        of_part = [times[worker] for worker in part]
+        found += [Columns(*(_median(of_part, i) for i in range(len(Columns._fields))))] * len(part)
+    return found
 
 
 def _median(workers: Sequence[Columns], column: int) -> np.ndarray:
@@ -287,8 +301,12 @@ def _duration_s(recorded: _Recorded, workers: Sequence[Columns]) -> float:
             _Servers(recorded.losses, job, workload, simulated, create_paradigm(job), trace).run()
         else:
             loop = Loop()
+            links: Links
             devices = [Device(RecordedTimes(*columns).seconds(), ()) for columns in workers]
-            links = timed(loop, create_method(job), [columns.comm_s for columns in workers])
+            if job.paradigm.separates_layers:
+                links = replayed_layers.RecordedLinks(loop, job, workers, replica_bytes(workload))
+            else:
+                links = timed(loop, create_method(job), [columns.comm_s for columns in workers])
             factory.simulation(job, workload, Workers(loop, devices, links), trace).run()
     except JobError as error:
         raise NotReplayed(str(error)) from None

@@ -8,7 +8,6 @@ import pytest
 from hpcsync.cli import explain
 from hpcsync.config.errors import JobError
 from tests.unit.simulator.runs import simulated
-from tests.unit.simulator.separated import FC_SHARE, TIMING
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +57,9 @@ def test_a_run_without_stragglers_blames_nobody(tmp_path: Path, capsys: pytest.C
 
 
 def test_what_cannot_be_simulated_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    paradigm = {"name": "stanza", "cut": "classifier", "fc_workers": 1, "fc_share": FC_SHARE}
-    trace = simulated(tmp_path, paradigm, [0.1, 0.1, 0.2], workload=TIMING)
+    trace = simulated(tmp_path, {"name": "bsp"}, [0.1, 0.3], stop={"seconds": 0.2})
     assert explain.main(trace.path, as_json=False, simulated=True) == 0
-    assert "Not simulated with other times: an iteration of stanza has several transfers" in said(capsys)
+    assert "Not simulated with other times: it has no update." in said(capsys)
 
 
 def test_a_folder_without_a_trace_is_one_line(tmp_path: Path) -> None:
