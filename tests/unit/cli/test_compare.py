@@ -164,7 +164,7 @@ def test_bad_input_is_refused_before_anything_starts(
 
 
 def test_finished_runs_take_no_options_of_a_grid(job: Path) -> None:
-    with pytest.raises(JobError, match="compare: --vary: must be left out for finished runs; runs is no job file"):
+    with pytest.raises(JobError, match="compare: --vary, --simulate, --out: must be left out for finished runs"):
         main([Path("runs")], asked())
     with pytest.raises(JobError, match="must be the only argument"):
         main([job, Path("runs")], asked())
