@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ SUFFIXES = {"perfetto": (".pftrace", ".perfetto-trace"), "csv": (".csv",), "parq
 MODULES = {"perfetto": "perfetto", "csv": "pipit", "parquet": "parquet"}  # in hpcsync.export
 PACKAGES = ("pandas", "perfetto", "pyarrow")  # of the extra `export`
 WHOLE = (0.0, math.inf)  # seconds of a run
+PART_ROWS = 20_000  # iterations of a part of a run in memory
 
 
 def main(
@@ -96,18 +98,12 @@ def module_of(kind: str) -> Any:
 def write(kind: str, module: Any, runs: Sequence[Path], out: Path, window: tuple[float, float] = WHOLE) -> str:
     """Write the runs, or these seconds of them; return what was written in words."""
     from hpcsync import figures
-    from hpcsync.export.window import part
     from hpcsync.trace.reader import opened
 
     if kind == "parquet":
         with opened(runs[0]) as trace:
             return f"{out}, {len(module.write(trace, out))} tables"
-    if window == WHOLE:
-        traces = figures.open_traces(runs)
-    else:
-        traces = []
-        for run in runs:
-            with opened(run) as trace:
-                traces.append(part(trace, *window))
-    module.write(traces if kind == "perfetto" else traces[0], out)
+    with ExitStack() as open_files:
+        traces = [open_files.enter_context(opened(run, PART_ROWS)) for run in figures.files_of(runs)]
+        module.write(traces if kind == "perfetto" else traces[0], out, *window)
     return str(out)

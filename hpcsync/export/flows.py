@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,13 +41,6 @@ class Mark(NamedTuple):
     about: dict[str, float | int]
 
 
-class Flow(NamedTuple):
-    """Arrow from a span or mark to a mark. Positions count the spans of the run first, then its marks."""
-
-    source: int
-    target: int
-
-
 def marks(trace: Trace) -> list[Mark]:
     """Return the instants of a run: updates, grants, changes of membership, stalls and decisions."""
     found = [*_grants(trace), *_events(trace)]
@@ -82,61 +75,73 @@ def _events(trace: Trace) -> Iterator[Mark]:
         yield Mark(SERVERS if of_all else row["worker"], _ns(row), name, ("event", row["seq"]), about)
 
 
-def flows(trace: Trace, bars: pd.DataFrame, instants: list[Mark]) -> Iterator[Flow]:
-    """Yield the flows of a run with servers: from pushes to updates, and from pushes and other events to grants.
+class Flows:
+    """Flows of a run with servers: from pushes to updates, and from pushes and other events to grants.
 
-    A flow leaves the last span of a push that begins before the server handles it: its transfer, or its computation
-    where no time of a transfer is recorded.
+    The `seq` of a push, and of a grant, tells the flow that leads to its update, and that leads to it.
 
-    Parameters
+    Attributes
     ----------
-    bars
-        Spans of the run.
-    instants
-        Its marks.
+    leaving
+        Flows that leave the spans of an iteration, ("push", worker, iteration), or a mark, by its key.
+    arriving
+        Flows that reach a mark, by its key.
+    handled_ns
+        When the server handled the push of an iteration, in nanoseconds.
     """
-    by_key = {mark.key: position for position, mark in enumerate(instants, start=len(bars))}
-    sources = {seq: position for (kind, seq), position in by_key.items() if kind == "event"}
-    pushing = bars[bars["activity"].isin(["compute", "transfer"])][["worker", "iteration", "begin_ns"]]
-    of_push: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
-    for position, worker, iteration, begin_ns in pushing.itertuples(name=None):
-        of_push[worker, iteration].append((begin_ns, position))
-    for push in _rows(trace, "pushes"):
-        found = [position for begin_ns, position in of_push[push["worker"], push["iteration"]] if begin_ns < _ns(push)]
-        if not found:
-            continue
-        sources[push["seq"]] = found[-1]
-        update = by_key.get(("update", push["version_read"] + push["staleness"] + 1))
-        if push["outcome"] == Outcome.APPLIED and update is not None:
-            yield Flow(found[-1], update)
-    for seq, released_by in _released(trace):
-        if released_by in sources:
-            yield Flow(sources[released_by], by_key["event", seq])
+
+    def __init__(self) -> None:
+        self.leaving: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+        self.arriving: dict[tuple[str, int], list[int]] = defaultdict(list)
+        self.handled_ns: dict[tuple[Any, ...], int] = {}
+        self._own: dict[int, tuple[Any, ...]] = {}  # key of the latest push or change of each worker
+
+    def add(self, trace: Trace) -> None:
+        """Add the flows of a part of the run; a grant has the time of the event that released it."""
+        keys: dict[int, tuple[Any, ...]] = {}
+        tables = ("pushes", "membership", "decisions", "grants")
+        rows = [(row["seq"], table, row) for table in tables for row in _rows(trace, table)]
+        for seq, table, row in sorted(rows, key=lambda each: each[0]):
+            if table == "grants":
+                self._release(seq, row["worker"], row["released_by"], keys)
+                continue
+            keys[seq] = ("push", row["worker"], row["iteration"]) if table == "pushes" else ("event", seq)
+            if table != "decisions":
+                self._own[row["worker"]] = keys[seq]
+            if table == "pushes":
+                self.handled_ns[keys[seq]] = _ns(row)
+                if row["outcome"] == Outcome.APPLIED:
+                    self.leaving[keys[seq]].append(seq)
+                    self.arriving["update", row["version_read"] + row["staleness"] + 1].append(seq)
+
+    def _release(self, seq: int, worker: int, released_by: int, keys: Mapping[int, tuple[Any, ...]]) -> None:
+        key = self._own.get(worker) if released_by == Release.OWN else keys.get(released_by)
+        if key is not None and released_by != 0:  # 0 where a trace does not know it
+            self.leaving[key].append(seq)
+            self.arriving["event", seq].append(seq)
+
+    def of_spans(self, bars: pd.DataFrame) -> dict[int, list[int]]:
+        """Return the flows that leave the spans of complete iterations, by position.
+
+        A flow leaves the last span of a push that begins before the server handles it: its transfer, or its computation
+        where no time of a transfer is recorded.
+        """
+        last: dict[tuple[Any, ...], int] = {}
+        pushing = bars[bars["activity"].isin(["compute", "transfer"])][["worker", "iteration", "begin_ns"]]
+        for position, worker, iteration, begin_ns in pushing.itertuples(name=None):
+            key = ("push", worker, iteration)
+            if begin_ns < self.handled_ns.get(key, 0):
+                last[key] = position
+        for key in last:
+            del self.handled_ns[key]
+        return {position: self.leaving.pop(key, []) for key, position in last.items()}
 
 
-def _released(trace: Trace) -> Iterator[tuple[int, int]]:
-    """Yield the seq of each grant that an event released, and the seq of the event."""
-    own: dict[int, int] = {}  # latest push or change of each worker
-    rows = [
-        *((seq, worker, None) for table in ("pushes", "membership") for seq, worker in _pairs(trace, table)),
-        *trace.tables["grants"][["seq", "worker", "released_by"]].tolist(),
-    ]
-    for seq, worker, released_by in sorted(rows):
-        if released_by is None:
-            own[worker] = seq
-        elif released_by > 0:
-            yield seq, released_by
-        elif released_by == Release.OWN and worker in own:
-            yield seq, own[worker]
+def counters(trace: Trace, n_bytes: int = 0) -> Iterator[tuple[str, str, np.ndarray, np.ndarray]]:
+    """Yield the counters of a run: name, unit, times in seconds, and values, both of shape (n_values,).
 
-
-def _pairs(trace: Trace, table: str) -> list[tuple[int, int]]:
-    pairs: list[tuple[int, int]] = trace.tables[table][["seq", "worker"]].tolist()
-    return pairs
-
-
-def counters(trace: Trace) -> Iterator[tuple[str, str, np.ndarray, np.ndarray]]:
-    """Yield the counters of a run: name, unit, times in nanoseconds, and values, both of shape (n_values,)."""
+    `n_bytes` were transferred before, if the trace is a part of the run.
+    """
     updates, evaluations = trace.tables["updates"], trace.tables["evaluations"]
     reports = trace.tables["pushes" if trace.job.has_servers else "exchanges"]
     reports = reports[np.argsort(reports["now_s"], kind="stable")]
@@ -144,7 +149,7 @@ def counters(trace: Trace) -> Iterator[tuple[str, str, np.ndarray, np.ndarray]]:
     yield "version", "updates", updates["now_s"], updates["version"]
     if len(applied):
         yield "staleness", "updates", applied["now_s"], applied["staleness"]
-    yield "bytes", "B", reports["now_s"], np.cumsum(reports["wire_bytes"])
+    yield "bytes", "B", reports["now_s"], n_bytes + np.cumsum(reports["wire_bytes"])
     for name in ("loss", "accuracy", "consensus_distance"):
         known = evaluations[~np.isnan(evaluations[name])]
         if len(known):

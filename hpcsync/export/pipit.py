@@ -6,26 +6,29 @@ process therefore differ: a span is left in its last nanosecond, one before the 
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
-from hpcsync.export.spans import SERVERS, instants, spans
+from hpcsync.export.spans import SERVERS, instants, spans_of_part
+from hpcsync.export.window import Part, parts
 from hpcsync.system.atomic_files import whole
-from hpcsync.trace.reader import Trace
+from hpcsync.trace.reader import Trace, TraceFile
 
 TIME, KIND, NAME, PROCESS = COLUMNS = "Timestamp (ns)", "Event Type", "Name", "Process"
 
 
-def write(trace: Trace, file: Path) -> None:
-    """Write the CSV of a run. Raises NotWritten if that is not possible."""
+def write(trace: Trace | TraceFile, file: Path, from_s: float = 0.0, to_s: float = math.inf) -> None:
+    """Write the CSV of these seconds of a run, part by part. Raises NotWritten if that is not possible."""
     with whole(file) as path, path.open("w", encoding="utf-8") as lines:
-        rows(trace).to_csv(lines, index=False)
+        for number, part in enumerate(parts(trace, from_s, to_s)):
+            rows(part).to_csv(lines, index=False, header=number == 0)
 
 
-def rows(trace: Trace) -> pd.DataFrame:
-    """Return the rows of a run, ordered by time.
+def rows(part: Part) -> pd.DataFrame:
+    """Return the rows of a part of a run, ordered by time.
 
     Returns
     -------
@@ -33,13 +36,14 @@ def rows(trace: Trace) -> pd.DataFrame:
         The columns `COLUMNS`. A process is a rank: servers first, then workers. Updates and switches are those of
         server 0, which decides.
     """
-    bars, events = spans(trace), instants(trace)
+    trace = part.trace
+    bars, events = spans_of_part(part), instants(trace, part.end_s)
     n_servers = trace.job.cluster.servers
     rank_of_events = np.where(events["worker"] == SERVERS, 0, events["worker"] + n_servers)
-    parts = [
+    columns = [
         (bars["begin_ns"], "Enter", bars["activity"], bars["worker"] + n_servers),
         (bars["end_ns"] - 1, "Leave", bars["activity"], bars["worker"] + n_servers),
         (events["now_ns"], "Instant", events["activity"], rank_of_events),
     ]
-    frame = pd.concat(pd.DataFrame(dict(zip(COLUMNS, part, strict=True))) for part in parts)
+    frame = pd.concat(pd.DataFrame(dict(zip(COLUMNS, each, strict=True))) for each in columns)
     return frame.sort_values(TIME, kind="stable", ignore_index=True)

@@ -7,6 +7,7 @@ from typing import TypeVar
 import numpy as np
 import pandas as pd
 
+from hpcsync.export.window import Part
 from hpcsync.report import intervals
 from hpcsync.report.intervals import SERVERS as SERVERS  # the worker of instants that belong to no worker
 from hpcsync.trace.reader import Trace
@@ -30,6 +31,14 @@ def spans(trace: Trace) -> pd.DataFrame:
     return disjoint(bars.assign(begin_ns=nanoseconds(bars["begin_s"]), end_ns=nanoseconds(bars["end_s"])))
 
 
+def spans_of_part(part: Part) -> pd.DataFrame:
+    """Return the spans of the iterations that are complete in this part, and not in an earlier one."""
+    found = spans(part.with_earlier)
+    worker, iteration = found["worker"], found["iteration"]
+    chosen = (iteration > part.begun[worker]) & (iteration <= part.complete[worker])
+    return found[chosen].reset_index(drop=True)
+
+
 def disjoint(bars: pd.DataFrame) -> pd.DataFrame:
     """Return bars, ordered by worker and time, without what lies before time 0 or the end of an earlier bar."""
     latest_ns = bars.groupby("worker")["end_ns"].cummax()
@@ -40,8 +49,13 @@ def disjoint(bars: pd.DataFrame) -> pd.DataFrame:
     return found.loc[long_enough, columns].reset_index(drop=True)
 
 
-def instants(trace: Trace) -> pd.DataFrame:
+def instants(trace: Trace, end_s: float | None = None) -> pd.DataFrame:
     """Return updates of the servers, changes of membership, stalls, decisions and switches.
+
+    Parameters
+    ----------
+    end_s
+        Last end of a computation of the run, if `trace` is a part of it.
 
     Returns
     -------
@@ -49,7 +63,7 @@ def instants(trace: Trace) -> pd.DataFrame:
         Columns worker, iteration, activity and now_ns. The worker of updates and switches is `SERVERS`; the iteration
         of an update is its version.
     """
-    events = intervals.events(trace)
+    events = intervals.events(trace, end_s)
     return events.assign(now_ns=nanoseconds(events["begin_s"]))[["worker", "iteration", "activity", "now_ns"]]
 
 

@@ -104,13 +104,20 @@ def open_traces(paths: Sequence[str | Path]) -> list[Trace]:
     TraceError
         If a file is not a trace, its job cannot be read, or it is given twice; the message names the file.
     """
-    from hpcsync.trace.reader import TraceError, load, trace_path
+    from hpcsync.trace.reader import load
+
+    traces = [load(file) for file in files_of(paths)]
+    for trace in traces:
+        _ = trace.job  # raises TraceError before anything is drawn
+    return traces
+
+
+def files_of(paths: Sequence[str | Path]) -> list[Path]:
+    """Return the trace files of these files or folders of runs. Raises TraceError if one is given twice."""
+    from hpcsync.trace.reader import TraceError, trace_path
 
     files = [trace_path(path) for path in paths]
     for n, file in enumerate(files):
         if file.resolve() in [earlier.resolve() for earlier in files[:n]]:
             raise TraceError(f"{file}: given twice")
-    traces = [load(file) for file in files]
-    for trace in traces:
-        _ = trace.job  # raises TraceError before anything is drawn
-    return traces
+    return files

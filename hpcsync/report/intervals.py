@@ -33,11 +33,16 @@ def bars_of(trace: Trace, reports: pd.DataFrame) -> pd.DataFrame:
     return bars(reports) if trace.job.has_servers else bars_of_exchanges(reports)
 
 
-def events(trace: Trace) -> pd.DataFrame:
+def events(trace: Trace, end_s: float | None = None) -> pd.DataFrame:
     """Return columns worker, iteration, activity, begin_s and end_s of updates, switches and events.
 
     The worker of updates and switches is `SERVERS`; the iteration of an update is its version, other events than stalls
     have none.
+
+    Parameters
+    ----------
+    end_s
+        Last end of a computation, if the trace holds a part of the run: workers that leave from then on are no event.
     """
     updates, changes = trace.frame("updates"), trace.frame("membership")
     stalls, decisions = trace.frame("stalls"), trace.frame("decisions")
@@ -58,7 +63,8 @@ def events(trace: Trace) -> pd.DataFrame:
     names = ("worker", "iteration", "activity", "begin_s")
     frame = pd.concat([pd.DataFrame(dict(zip(names, part, strict=True))) for part in parts], ignore_index=True)
     frame = frame.astype({"iteration": "Int64", "worker": int})
-    ended = (frame["activity"] == "left") & (frame["begin_s"] >= iterations(trace)["end_s"].max())
+    end_s = iterations(trace)["end_s"].max() if end_s is None else end_s
+    ended = (frame["activity"] == "left") & (frame["begin_s"] >= end_s)
     kept = frame[~ended]
     return kept.assign(end_s=kept["begin_s"])
 

@@ -18,6 +18,7 @@ from hpcsync.export.spans import spans
 from hpcsync.trace.reader import Trace, load
 from hpcsync.trace.schema import Change, Outcome, Release
 from tests.unit.export import runs
+from tests.unit.export.runs import in_slices
 from tests.unit.trace import recorder
 from tests.unit.trace.recorder import with_rows
 
@@ -178,14 +179,24 @@ def test_several_runs_stand_side_by_side(tmp_path: Path) -> None:
 def test_overlapping_spans_and_flows_backwards_would_be_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trace = recorder.record("bsp")
     frame = spans(trace)
-    monkeypatch.setattr(exporting, "spans", lambda _: frame.assign(end_ns=frame["end_ns"] + 1000))
-    assert any("a slice within another" in problem for problem in written(tmp_path, trace).problems)
-    monkeypatch.undo()
-    bars, instants = spans(trace), exporting.marks(trace)
-    back = [flow._replace(source=flow.target, target=flow.target) for flow in exporting.flows(trace, bars, instants)]
-    first = [flow._replace(target=len(bars) + at) for at, flow in enumerate(back)]  # to the earliest marks
-    monkeypatch.setattr(exporting, "flows", lambda *_: first)
+    with monkeypatch.context() as patch:
+        patch.setattr(exporting, "spans_of_part", lambda _: frame.assign(end_ns=frame["end_ns"] + 1000))
+        assert any("a slice within another" in problem for problem in written(tmp_path, trace).problems)
+    early = [mark._replace(at_ns=0) for mark in exporting.marks(trace)]
+    monkeypatch.setattr(exporting, "marks", lambda _: early)
     assert any("ends before it begins" in problem for problem in written(tmp_path, trace).problems)
+
+
+@pytest.mark.parametrize("kind", runs.KINDS)
+def test_a_run_in_parts_is_read_as_the_whole(kind: str, tmp_path: Path) -> None:
+    trace = runs.trace(kind)
+    whole, found = written(tmp_path, trace), written(tmp_path, in_slices(trace, 15))
+    assert found.problems == []
+    assert sorted(map(str, found.slices)) == sorted(map(str, whole.slices))
+    assert sorted(map(str, found.flows)) == sorted(map(str, whole.flows))
+    assert {key: sorted(values) for key, values in found.counters.items()} == {
+        key: sorted(values) for key, values in whole.counters.items()
+    }
 
 
 def test_the_file_is_written_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from hpcsync.export import pipit as exporting
 from hpcsync.export.spans import spans
+from hpcsync.export.window import parts
 from tests.unit.export import runs
 
 
@@ -51,7 +52,7 @@ def test_every_span_is_read_with_its_time(kind: str, tmp_path: Path) -> None:
 
 def test_spans_that_touched_would_be_found(tmp_path: Path) -> None:
     """In an order that Pipit may choose, Enters would come before the Leaves of the spans before them."""
-    frame = exporting.rows(runs.trace("bsp"))
+    frame = exporting.rows(next(parts(runs.trace("bsp"))))
     touching = frame.assign(**{exporting.TIME: frame[exporting.TIME] + (frame[exporting.KIND] == "Leave")})
     order = touching.sort_values([exporting.TIME, exporting.KIND])
     assert matched(order) != expected("bsp")
@@ -59,7 +60,7 @@ def test_spans_that_touched_would_be_found(tmp_path: Path) -> None:
 
 def test_updates_are_instants_of_server_0() -> None:
     trace = runs.trace("asp")
-    frame = exporting.rows(trace)
+    frame = exporting.rows(next(parts(trace)))
     updates = frame[frame[exporting.NAME] == "update"]
     assert len(updates) == len(trace.tables["updates"]) > 10
     assert set(updates[exporting.PROCESS]) == {0} and set(updates[exporting.KIND]) == {"Instant"}
