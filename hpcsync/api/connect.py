@@ -22,9 +22,10 @@ from hpcsync.config.job import Job, default_servers
 from hpcsync.core.job_validation import check_model
 from hpcsync.core.roles import Roles
 from hpcsync.core.session import Session
+from hpcsync.export import loggers
 from hpcsync.paradigms import OPTIONS
 from hpcsync.paradigms.allreduce import AllReduceOptions
-from hpcsync.run_dir import layout, lock, scalar_log
+from hpcsync.run_dir import layout, lock
 from hpcsync.run_dir.checkpoint import Checkpoints, Resumed
 from hpcsync.run_dir.progress_line import say
 from hpcsync.state import StateError
@@ -240,7 +241,7 @@ def connect(
         comm, n_workers = None, OPTIONS[paradigm].least_workers if paradigm in OPTIONS else 1
         options, batches = _for_single_process(options, batches)
     else:
-        agree(comm, lambda: scalar_log.load(log, "log"))
+        agree(comm, lambda: loggers.load(log, "log"))
         before = agree(comm, lambda: layout.going_on(out, resume))
         n_workers = comm.size - servers if before is None or before.job.needs_all else before.job.cluster.workers
     given = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
@@ -331,7 +332,7 @@ def join(
     calibrate : callable, optional
         As for `connect`.
     log : str, optional
-        A key of `hpcsync.run_dir.scalar_log.LOGS`.
+        A key of `hpcsync.export.loggers.LOGS`.
 
     Raises
     ------

@@ -19,7 +19,8 @@ from hpcsync.config.job import Job, Script
 from hpcsync.core.job_validation import check
 from hpcsync.core.session import Session
 from hpcsync.core.stanza_resolution import resolved
-from hpcsync.run_dir import layout, lock, scalar_log
+from hpcsync.export import loggers
+from hpcsync.run_dir import layout, lock
 from hpcsync.run_dir.checkpoint import Resumed
 from hpcsync.run_dir.progress_line import say
 from hpcsync.system import gpu_selection
@@ -50,7 +51,7 @@ def main(
     lock_token
         Token of the lock that the process which started the ranks holds on `out`.
     log
-        A key of `hpcsync.run_dir.scalar_log.LOGS`, or None.
+        A key of `hpcsync.export.loggers.LOGS`, or None.
 
     Returns
     -------
@@ -78,7 +79,7 @@ def main(
                 if comm.rank == 0:
                     print(f"finished already: {out}")
                 return 0
-            agree(comm, lambda: scalar_log.load(log))
+            agree(comm, lambda: loggers.load(log))
             before = agree(comm, lambda: layout.going_on(out, resume))
             job = agree(comm, lambda: layout.job_of(path, overrides, ranks, before))
             if job.cluster.on_death == "restart" and not lock_token:

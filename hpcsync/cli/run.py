@@ -51,7 +51,7 @@ def run(
     oversubscribe : bool
         If True, allow more ranks than a small multiple of the cores.
     log : str, optional
-        A key of `hpcsync.run_dir.scalar_log.LOGS`.
+        A key of `hpcsync.export.loggers.LOGS`.
 
     Raises
     ------
@@ -111,10 +111,11 @@ def _run(
     log: str | None,
 ) -> _Attempt:
     with ending_at_once():
+        from hpcsync.export import loggers
         from hpcsync.run_dir import checkpoint as checkpoints
-        from hpcsync.run_dir import layout, scalar_log
+        from hpcsync.run_dir import layout
 
-        scalar_log.check(log)
+        loggers.check(log)
 
         if layout.finished_already(out, resume):
             print(f"finished already: {out}")
@@ -223,12 +224,12 @@ def simulate(
         overrides = [*overrides, f"cluster.times_from={json.dumps(str(times_from.absolute()), ensure_ascii=False)}"]
     _print_remarks(path, overrides)
     job = jobs.load(path, overrides)
-    from hpcsync.run_dir import scalar_log
+    from hpcsync.export import loggers
     from hpcsync.run_dir.progress_line import console
     from hpcsync.simulator import simulate as run
     from hpcsync.workloads.registry import import_beside, user_code
 
-    scalar_log.load(log)
+    loggers.load(log)
     import_beside(path)
     if (code := user_code(job)) is not None:
         print(f"importing the workload from {code}", flush=True)

@@ -1,1 +1,1 @@
-"""Exports of traces to the formats of other tools."""
+"""Exports of traces, and of the scalars of runs, to other tools."""

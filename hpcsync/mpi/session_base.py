@@ -79,7 +79,7 @@ class Given(NamedTuple):
     calibrate : Calibrate or None
         Recomputes the running statistics before an evaluation and at the end; None if they are the workers'.
     log : str or None
-        Log of rank 0, a key of `hpcsync.run_dir.scalar_log.LOGS`.
+        Log of rank 0, a key of `hpcsync.export.loggers.LOGS`.
     """
 
     comm: MPI.Intracomm

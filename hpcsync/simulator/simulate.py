@@ -51,7 +51,7 @@ def simulate(job: Job, out: Path | None, console: Console, log: str | None = Non
     console
         Receiver of progress and summary.
     log
-        A key of `hpcsync.run_dir.scalar_log.LOGS`.
+        A key of `hpcsync.export.loggers.LOGS`.
 
     Returns
     -------

@@ -11,7 +11,7 @@ ALLOWED = {
     "provenance.py",  # `created`
     "launcher.py",  # which segments of shared memory, by the times of their files, are of this run
     "process_cleanup.py",
-    "scalar_log.py",  # when a point was logged
+    "loggers.py",  # when a point was logged
     "status_file.py",  # when a status was written, and so how old it is
     "watch.py",
 }

@@ -76,7 +76,7 @@ def test_a_bad_job_is_told_in_one_line_and_nothing_starts(tmp_path: Path, overri
 def test_a_log_that_is_not_there_is_told_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, log: str, line: str
 ) -> None:
-    monkeypatch.setattr("hpcsync.run_dir.scalar_log.find_spec", lambda _: None)
+    monkeypatch.setattr("hpcsync.export.loggers.find_spec", lambda _: None)
     is_refused(hpcsync(command, JOB, "--log", log, "--out", tmp_path / "out"), line)
 
 

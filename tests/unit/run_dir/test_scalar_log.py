@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 from hpcsync.config.errors import JobError
+from hpcsync.export import loggers, scalars
+from hpcsync.export.scalars import Point, Reports
 from hpcsync.run_dir import scalar_log
-from hpcsync.run_dir.scalar_log import Point, Reports, ScalarLog
+from hpcsync.run_dir.scalar_log import ScalarLog
 from hpcsync.trace.schema import TABLES, Outcome
 from tests.unit.jobs import make_job
 from tests.unit.run_dir.fake_logs import Fake
@@ -79,7 +81,7 @@ def test_each_log_gets_all_points_and_the_end(
 ) -> None:
     fake, trace = Fake(), recorder.record("dssp")
     getattr(fake, name)(monkeypatch)
-    scalar_log.load(name)
+    loggers.load(name)
     log = ScalarLog(name, tmp_path, make_job())
     for table, rows in trace.tables.items():
         log.add(table, rows)
@@ -138,18 +140,18 @@ def test_a_log_that_hangs_does_not_hold_up_the_end(tmp_path: Path, monkeypatch: 
 
 
 def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
-    scalar_log.check(None)
+    loggers.check(None)
     with pytest.raises(JobError, match="--log visdom: must be one of tensorboard, wandb, mlflow"):
-        scalar_log.check("visdom")
-    monkeypatch.setattr(scalar_log, "find_spec", lambda _: None)
+        loggers.check("visdom")
+    monkeypatch.setattr(loggers, "find_spec", lambda _: None)
     with pytest.raises(
         JobError, match=r"--log wandb: needs wandb, which is not installed: pip install 'hpcsync\[wandb\]'"
     ):
-        scalar_log.load("wandb")
-    monkeypatch.setattr(scalar_log, "find_spec", lambda _: True)
+        loggers.load("wandb")
+    monkeypatch.setattr(loggers, "find_spec", lambda _: True)
     monkeypatch.setitem(sys.modules, "mlflow", None)
     with pytest.raises(JobError, match="--log mlflow: mlflow cannot be imported: "):
-        scalar_log.load("mlflow")
+        loggers.load("mlflow")
 
 
 def test_tensorboard_itself(tmp_path: Path) -> None:
@@ -164,4 +166,4 @@ def test_tensorboard_itself(tmp_path: Path) -> None:
     losses = found.Scalars("evaluation/loss")
     assert [event.step for event in losses] == trace.tables["evaluations"]["version"].tolist()
     np.testing.assert_allclose([event.value for event in losses], trace.tables["evaluations"]["loss"], rtol=1e-6)
-    assert len(found.Scalars("train/staleness")) == scalar_log.BINS
+    assert len(found.Scalars("train/staleness")) == scalars.BINS

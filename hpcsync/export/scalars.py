@@ -1,0 +1,61 @@
+"""Scalars of a run over its updates, made of the rows of its trace as they are flushed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from hpcsync.trace.schema import Outcome
+
+BINS = 20  # of the pushes of a flush, each of which is a point
+
+
+class Point(NamedTuple):
+    """Scalars by name, the update (version) that they belong to, and their time in the run, in seconds."""
+
+    scalars: dict[str, float]
+    update: int
+    now_s: float
+
+
+class Reports:
+    """Points of the rows of a run, which come table by table at each flush."""
+
+    def __init__(self) -> None:
+        self._since_s = 0.0  # time of the last report
+        self._updates_s, self._versions = np.zeros(1), np.zeros(1, np.int64)
+
+    def points(self, table: str, rows: np.ndarray) -> Iterator[Point]:
+        """Yield the points of these rows: one for each evaluation, and for each of `BINS` parts of the reports."""
+        if table == "updates":
+            self._updates_s = np.append(self._updates_s[-1:], rows["now_s"])
+            self._versions = np.append(self._versions[-1:], rows["version"])
+        elif table == "evaluations":
+            for row in rows:
+                scalars = {f"evaluation/{name}": float(row[name]) for name in ("loss", "accuracy")}
+                yield Point(_known(scalars), int(row["version"]), float(row["now_s"]))
+        elif table in ("pushes", "exchanges") and len(rows):
+            for part in np.array_split(rows, min(BINS, len(rows))):
+                yield self._of_part(part, has_servers=table == "pushes")
+
+    def _of_part(self, rows: np.ndarray, *, has_servers: bool) -> Point:
+        now_s = max(self._since_s, float(rows["now_s"].max()))
+        samples, took_s = rows["batch_size"], now_s - self._since_s
+        self._since_s = now_s
+        has_loss = ~np.isnan(rows["loss"]) & (samples > 0)
+        scalars = {"train/samples_per_s": samples.sum() / took_s if took_s > 0 else np.nan}
+        if has_loss.any():
+            scalars["train/loss"] = np.average(rows["loss"][has_loss], weights=samples[has_loss])
+        if not has_servers:
+            at = int(np.searchsorted(self._updates_s, now_s, side="right")) - 1
+            return Point(_known(scalars), int(self._versions[max(0, at)]), now_s)
+        applied = rows["outcome"] == Outcome.APPLIED
+        if applied.any():
+            scalars["train/staleness"] = rows["staleness"][applied].mean()
+        return Point(_known(scalars), int((rows["version_read"] + rows["staleness"] + applied).max()), now_s)
+
+
+def _known(scalars: dict[str, float]) -> dict[str, float]:
+    return {name: float(value) for name, value in scalars.items() if not np.isnan(value)}
