@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from hpcsync.audit.trace_audit import audit
+from hpcsync.cli import finished_runs
 from hpcsync.cli.slurm import mpi_of_this_python
 from hpcsync.system.namespaces import Unavailable
 from hpcsync.trace.reader import Trace, load
@@ -132,6 +133,8 @@ def test_an_array_trains_with_every_seed_and_paradigm(place: Place) -> None:
         trace = place.finished(f"{job}_{task}")
         assert (trace.attributes["paradigm"], trace.attributes["seed"]) == (paradigm, seed)
         assert job_ids(trace) == [f"{job}_{task}"]
+    compared = finished_runs.grouped([place.run(f"{job}_1").parent])  # as `hpcsync compare runs/NAME-JOB` reads them
+    assert {variant.label: list(runs) for variant, runs in compared.items()} == {"bsp": [2], "ssp": [3]}
 
 
 @pytest.mark.once
