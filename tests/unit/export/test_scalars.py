@@ -1,0 +1,66 @@
+"""Scalars of a run: points of its rows as they are flushed."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpcsync.export.scalars import Point, Reports
+from hpcsync.trace.schema import TABLES, Outcome
+from tests.unit.trace import peer_recorder, recorder
+
+
+def all_points(trace: Any, flushes: int = 3) -> list[tuple[str, Point]]:
+    """Return the points of a trace that is flushed a few times, with their table."""
+    reports = Reports()
+    edges_s = np.linspace(0, trace.tables["updates"]["now_s"].max(), flushes + 1)[1:-1]
+    found = []
+    for part in range(flushes):
+        for name, rows in trace.tables.items():
+            if "now_s" in (rows.dtype.names or ()):
+                found += [
+                    (name, point) for point in reports.points(name, rows[np.digitize(rows["now_s"], edges_s) == part])
+                ]
+    return found
+
+
+def named(name: str, points: list[tuple[str, Point]]) -> list[float]:
+    return [point.scalars[name] for _, point in points if name in point.scalars]
+
+
+@pytest.mark.parametrize(("recorded", "kind"), [(recorder, "dssp"), (recorder, "bsp"), (peer_recorder, "local-sgd")])
+def test_points_follow_time_and_updates(recorded: ModuleType, kind: str) -> None:
+    trace = recorded.record(kind)
+    table = "pushes" if recorded is recorder else "exchanges"
+    points = all_points(trace)
+    reports = [point for name, point in points if name == table]
+    assert len(reports) > 20
+    assert [p.now_s for p in reports] == sorted(p.now_s for p in reports)
+    assert [p.update for p in reports] == sorted(p.update for p in reports)
+    updates = trace.tables["updates"]
+    assert 1 < reports[-1].update == updates["version"].max()
+    if table == "exchanges":  # known in time
+        for point in reports:
+            assert point.update == updates["version"][updates["now_s"] <= point.now_s].max(initial=0)
+
+
+def test_means_are_weighted_by_samples() -> None:
+    rows = np.zeros(4, TABLES["pushes"])
+    rows["now_s"], rows["batch_size"], rows["loss"] = [1, 2, 3, 4], [1, 3, 4, 8], [4.0, 0.0, np.nan, 1.0]
+    rows["staleness"], rows["version_read"] = [0, 2, 9, 4], [0, 0, 0, 1]
+    rows["outcome"][2] = Outcome.DROPPED
+    one, rest = Reports(), Reports()
+    (whole,) = one.points("pushes", rows[:1])
+    assert whole == Point({"train/samples_per_s": 1.0, "train/loss": 4.0, "train/staleness": 0.0}, 1, 1.0)
+    point = rest._of_part(rows, has_servers=True)
+    assert point.scalars == {"train/samples_per_s": 4.0, "train/loss": 1.0, "train/staleness": 2.0}
+    assert (point.update, point.now_s) == (9, 4.0)
+
+
+def test_evaluations_are_points_without_what_is_not_known() -> None:
+    rows = np.array([(1.5, 7, 64, 0.5, np.nan, np.nan)], TABLES["evaluations"])
+    assert [*Reports().points("evaluations", rows)] == [Point({"evaluation/loss": 0.5}, 7, 1.5)]
+    assert [*Reports().points("pushes", rows[:0])] == []
