@@ -8,7 +8,7 @@ A declared type is one of::
 
     bool, int, float, str, None, an enumeration, X | Y
     list[X], set[X], deque[X], tuple[X, ...], tuple[X, Y], dict[str, X], dict[int, X]
-    a named tuple or a data class           of such types
+    a named tuple or a data class           of such types; fields in `later_fields` may be missing in an old checkpoint
     a class with declared state
     Any                                     plain values for another `restore`
     another class, such as torch.Tensor     array
@@ -149,8 +149,9 @@ def built(kind: Any, value: Any, live: Any = None) -> Any:
     if dataclasses.is_dataclass(kind) or hasattr(kind, "_fields"):
         hints = get_type_hints(kind)
         _checked(isinstance(value, Mapping), kind, value)
-        _must_have(value, hints)
-        return kind(**{name: _at(name, hint, value[name]) for name, hint in hints.items()})
+        later = [name for name in getattr(kind, "later_fields", tuple)() if name not in value]
+        _must_have(value, hints.keys() - set(later))
+        return kind(**{name: _at(name, hint, value[name]) for name, hint in hints.items() if name not in later})
     if kind.__module__ == "numpy" and hasattr(value, "__array__"):
         import numpy  # not above: paradigms do without
 

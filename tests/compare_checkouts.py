@@ -1,10 +1,11 @@
 """Do two checkouts compute the same? Simulates the same jobs with the code of both and compares all that they write.
 
-    python tests/compare_checkouts.py BEFORE AFTER [--jobs PATTERN]
+    python tests/compare_checkouts.py BEFORE AFTER [--jobs PATTERN] [--new COLUMN,...]
 
 BEFORE and AFTER are folders of checkouts. The jobs are AFTER's jobs/*.toml and what the reproductions simulate in the
 checkout that this script lies in, with one seed; all are shortened. Every table of trace.h5 and every tensor of
-weights.safetensors must be the same byte for byte. Attributes, such as when a trace was written, are not compared.
+weights.safetensors must be the same byte for byte, but for columns that are said to be new. Attributes, such as when a
+trace was written, are not compared.
 The exit status is 1 if anything differs or fails.
 """
 
@@ -303,7 +304,19 @@ def _difference(before: np.ndarray, after: np.ndarray) -> str:
     return f": {len(before):,} rows before, {len(after):,} after, and the same up to there"
 
 
-def outcome(folders: Sequence[Path], statuses: Sequence[str]) -> tuple[str, str]:
+def without(array: np.ndarray, columns: Sequence[str]) -> np.ndarray:
+    """Return a table without these columns, packed; other arrays as they are."""
+    names = array.dtype.names or ()
+    kept = [name for name in names if name not in columns]
+    if len(kept) == len(names):
+        return array
+    packed = np.zeros(array.shape, [(name, array.dtype[name]) for name in kept])
+    for name in kept:
+        packed[name] = array[name]
+    return packed
+
+
+def outcome(folders: Sequence[Path], statuses: Sequence[str], new: Sequence[str] = ()) -> tuple[str, str]:
     """Say what has come of one job with the code of both checkouts.
 
     Parameters
@@ -312,6 +325,8 @@ def outcome(folders: Sequence[Path], statuses: Sequence[str]) -> tuple[str, str]
         Of both simulations.
     statuses : sequence of str
         The exit statuses of both.
+    new : sequence of str
+        Columns that only the checkout after has.
 
     Returns
     -------
@@ -324,6 +339,7 @@ def outcome(folders: Sequence[Path], statuses: Sequence[str]) -> tuple[str, str]
             said = output.read_text(encoding="utf-8").splitlines() if output.exists() else []
             return "nothing", f"failed {when}, status {status.strip() or 'unknown'}: {said[-1] if said else ''}"
     before, after = map(arrays_of, folders)
+    after = {name: without(array, new) for name, array in after.items()}
     tables = [array for name, array in before.items() if not name.startswith(WEIGHTS)]
     return f"{len(tables)} tables, {sum(map(len, tables)):,} rows", difference(before, after) or IDENTICAL
 
@@ -331,7 +347,7 @@ def outcome(folders: Sequence[Path], statuses: Sequence[str]) -> tuple[str, str]
 # ---- all of it ----
 
 
-def compare(before: Path, after: Path, jobs: Jobs, folder: Path) -> int:
+def compare(before: Path, after: Path, jobs: Jobs, folder: Path, new: Sequence[str] = ()) -> int:
     """Simulate all jobs with the code of both checkouts side by side, and print a line for each.
 
     Parameters
@@ -342,6 +358,8 @@ def compare(before: Path, after: Path, jobs: Jobs, folder: Path) -> int:
         What is simulated.
     folder : Path
         For files that are of no use afterwards.
+    new : sequence of str
+        Columns that only the checkout after has.
 
     Returns
     -------
@@ -362,7 +380,7 @@ def compare(before: Path, after: Path, jobs: Jobs, folder: Path) -> int:
         for n, name in enumerate(jobs):
             statuses = [process.stdout.readline() for process in processes]  # nothing from one that has ended
             folders = [out / f"{n:04}" for out in outs]
-            extent, result = outcome(folders, statuses)
+            extent, result = outcome(folders, statuses, new)
             print(f"{name}: {extent}: {result}", flush=True)
             different += result != IDENTICAL
             for path in folders:
@@ -389,6 +407,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)
     parser.add_argument("--jobs", default="*", metavar="PATTERN", help="of names, such as 'jobs/digits-*' or 'ashl/*'")
+    parser.add_argument("--new", default="", metavar="COLUMN,...", help="columns of tables that only AFTER has")
     asked = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -396,7 +415,7 @@ def main(arguments: list[str]) -> int:
         chosen = {name: job for name, job in every.items() if fnmatch(name, asked.jobs)}
         reasons = {name: left_out(name, job) for name, job in chosen.items()}
         todo = {name: job for name, job in chosen.items() if not reasons[name]}
-        different = compare(asked.before.resolve(), asked.after.resolve(), todo, folder)
+        different = compare(asked.before.resolve(), asked.after.resolve(), todo, folder, asked.new.split(","))
     for reason in sorted(set(filter(None, reasons.values()))):
         names = [name for name in chosen if reasons[name] == reason]
         print(f"left out, {reason}: {names[0] if len(names) == 1 else f'{len(names)} jobs such as {names[0]}'}")

@@ -20,6 +20,7 @@ from hpcsync.audit.bounds import check_bounds
 from hpcsync.audit.check import Check
 from hpcsync.audit.compression import check_payloads
 from hpcsync.audit.description import check_clocks, check_job, check_rows
+from hpcsync.audit.gradient_norms import check_norms
 from hpcsync.audit.invariants import check_invariants
 from hpcsync.audit.peers import check_exchanges
 from hpcsync.audit.replay import replay
@@ -60,7 +61,7 @@ def audit(trace: Trace | str | Path) -> list[Check]:
 
 
 def _check_peers(trace: Trace) -> list[Check]:
-    return [*check_exchanges(trace), *check_stalls(trace)]
+    return [*check_exchanges(trace), *check_norms(trace), *check_stalls(trace)]
 
 
 def _check_served(trace: Trace) -> list[Check]:
@@ -69,7 +70,7 @@ def _check_served(trace: Trace) -> list[Check]:
         return invariants
     recount = Recount(trace)
     replayed = replay(recount, create_paradigm(trace.job), create_assignments(trace.job))
-    bounds = [*check_bounds(recount), *check_sizes(recount), *check_payloads(recount)]
+    bounds = [*check_bounds(recount), *check_sizes(recount), *check_payloads(recount), *check_norms(trace)]
     return [*replayed, *invariants, *bounds, *check_stalls(trace)]
 
 

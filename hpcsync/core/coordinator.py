@@ -97,6 +97,10 @@ class Recorder(Protocol):
     def append(self, table: str, row: tuple[object, ...]) -> None:
         """Append one row to a table."""
 
+    def amend(self, table: str, back: int, column: str, value: float) -> None:
+        """Set a value of the row that is so far from the latest one, if it is kept and can still be changed."""
+        return
+
 
 class Coordinator(Stateful):
     """Decisions of one run with servers.
@@ -288,6 +292,10 @@ class Coordinator(Stateful):
         self._record_decision(event.now_s, EVALUATED, event.worker, loss, nans)
         return self._decide(event, self._seq)
 
+    def updated(self, version: int, gradient_sq: float) -> None:
+        """Record the squared norm of the gradient with which the servers have made this version."""
+        self._trace.amend("updates", self.version - version, "gradient_sq", gradient_sq)
+
     def passed(self, now_s: float) -> list[Command]:
         """Note that time has passed; end the run once its seconds are up, and tell the paradigm what is due."""
         self._now_s = now_s
@@ -391,7 +399,7 @@ class Coordinator(Stateful):
         self._left_since.clear()
         for (_, push_info), _ in taken:
             self.samples += push_info.batch_size
-        self._trace.append("updates", (self.version, now_s, len(taken), lr, self.samples))
+        self._trace.append("updates", (self.version, now_s, len(taken), lr, self.samples, math.nan))
         for contribution, weight in sorted(taken):
             self._record_push(contribution, weight / divisor, Outcome.APPLIED)
         enough = self._stop.reached(samples=self.samples, updates=self.version, seconds=now_s)

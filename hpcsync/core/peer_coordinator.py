@@ -337,5 +337,8 @@ class PeerCoordinator(Stateful):
         for step_info in counted:
             self.samples += step_info.batch_size
             self._own_samples[step_info.worker] += step_info.batch_size
-        self._trace.append("updates", (self.version, now_s, len(counted), lr, self.samples))
+        gradient_sq = math.nan
+        if counted:
+            gradient_sq = counted[0].mean_gradient_sq if self._one_model else counted[0].gradient_sq
+        self._trace.append("updates", (self.version, now_s, len(counted), lr, self.samples, gradient_sq))
         self.stopping = self.stopping or self._stop.reached(samples=self.samples, updates=self.version, seconds=now_s)

@@ -189,12 +189,16 @@ class PeerMachine(Stateful):
         load_s: float = 0.0,
         lr: float = math.nan,
         problem: int = 0,
+        gradients_sq: tuple[float, float] = (math.nan, math.nan),
     ) -> StepInfo:
-        """Return the step info of the iteration that has ended, from what the engine has measured."""
+        """Return the step info of the iteration that has ended, from what the engine has measured.
+
+        `gradients_sq` has the squared norms of the worker's own gradient and of the mean of all workers'.
+        """
         peer, wire_bytes, n_received, weight = result
         return StepInfo(
             self.worker, self.iteration, peer, wire_bytes, compute_s, wait_s, comm_s, loss, n_samples, begin_s, end_s,
-            n_received, self.update.weight if weight is None else weight, load_s, lr, problem,
+            n_received, self.update.weight if weight is None else weight, load_s, lr, problem, *gradients_sq,
         )  # fmt: skip
 
     def absorb_rest(self, received: Any, now_s: float) -> StepInfo | None:

@@ -119,6 +119,7 @@ class WorkerMachine(Stateful):
         put_bytes: int,
         lr: float = math.nan,
         problem: int = 0,
+        gradient_sq: float = math.nan,
     ) -> PushInfo:
         """Note that the contribution is in its slots; return the push info to send.
 
@@ -134,6 +135,8 @@ class WorkerMachine(Stateful):
             Learning rate of the script's optimizer; NaN: the job's.
         problem
             What is wrong with the step (`records.Problem`).
+        gradient_sq
+            Squared norm of the gradient that was pushed; NaN: it was none.
         """
         push_info = PushInfo(
             math.nan,
@@ -155,6 +158,7 @@ class WorkerMachine(Stateful):
             load_s=self._load_s,
             lr=lr,
             problem=problem,
+            gradient_sq=gradient_sq,
         )
         self.n_steps = 0
         return push_info if self.estimator is None else with_prediction(push_info, self.estimator)

@@ -92,6 +92,16 @@ OwnRate = Annotated[
     ),
 ]
 StepProblem = Annotated[int, Stored("<i1", "", "What was wrong with the step, if anything.")]
+GradientSquare = Annotated[
+    float,
+    Stored(
+        "<f8",
+        "1",
+        "Squared norm of the worker's own mean gradient of its batch, before compression and clipping; NaN where none "
+        "was computed here: without arithmetic, under layer separation, for a cancelled iteration, or where a push is "
+        "not a gradient but the weights or their change (EASGD, ASHL, ADSP, asynchronous DiLoCo).",
+    ),
+]
 
 
 class PushInfo(NamedTuple):
@@ -163,6 +173,12 @@ class PushInfo(NamedTuple):
     load_s: LoadTime = 0.0
     lr: OwnRate = math.nan
     problem: StepProblem = 0
+    gradient_sq: GradientSquare = math.nan
+
+    @staticmethod
+    def later_fields() -> tuple[str, ...]:
+        """Return the fields that old checkpoints do not have."""
+        return ("gradient_sq",)
 
     @property
     def iteration_s(self) -> float:
@@ -299,6 +315,21 @@ class StepInfo(NamedTuple):
     load_s: LoadTime = 0.0
     lr: OwnRate = math.nan
     problem: StepProblem = 0
+    gradient_sq: GradientSquare = math.nan
+    mean_gradient_sq: Annotated[
+        float,
+        Stored(
+            "<f8",
+            "1",
+            "Squared norm of the mean gradient of all workers, along which all step (all-reduce), as decoded if it was "
+            "compressed; NaN where workers step along their own, and under layer separation.",
+        ),
+    ] = math.nan
+
+    @staticmethod
+    def later_fields() -> tuple[str, ...]:
+        """Return the fields that old checkpoints do not have."""
+        return ("gradient_sq", "mean_gradient_sq")
 
     @property
     def iteration_s(self) -> float:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from hpcsync.config.errors import JobError, shown
 from hpcsync.config.job import Job
 from hpcsync.core.assignments import create_paradigm
-from hpcsync.core.coordinator import Coordinator, coordinate
+from hpcsync.core.coordinator import Coordinator, Recorder, coordinate
 from hpcsync.core.peer_coordinator import PeerCoordinator
 from hpcsync.run_dir import checkpoint_files
 from hpcsync.state import StateError, built
@@ -232,7 +232,7 @@ def _coordinator(job: Job) -> Coordinator | PeerCoordinator:
     return coordinate(job, create_paradigm(job), _Nowhere()) if job.has_servers else PeerCoordinator(job, _Nowhere())
 
 
-class _Nowhere:
+class _Nowhere(Recorder):
     def append(self, table: str, row: tuple[object, ...]) -> None: ...
 
 

@@ -23,7 +23,8 @@ from hpcsync.system.atomic_files import naming, removing, sync
 from hpcsync.version import __version__
 
 FORMAT = "hpcsync checkpoint"
-FORMAT_VERSION = 3  # raise it with every change of what a checkpoint holds: tests/unit/run_dir/checkpoint_format.txt
+FORMAT_VERSION = 4  # raise it with every change of what a checkpoint holds: tests/unit/run_dir/checkpoint_format.txt
+READABLE_VERSIONS = (3, 4)  # fields that version 3 lacks have their defaults (`later_fields` of their records)
 
 MANIFEST = "manifest.json"
 ARRAY = "$array"
@@ -94,8 +95,9 @@ def read_manifest(folder: Path) -> Manifest:
         content = _read_json(path)
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise StateError(f'must have the format "{FORMAT}"')
-        if content.get("version") != FORMAT_VERSION:
-            raise StateError(f"version {content.get('version')} of the format; this hpcsync reads {FORMAT_VERSION}")
+        if content.get("version") not in READABLE_VERSIONS:
+            readable = " and ".join(map(str, READABLE_VERSIONS))
+            raise StateError(f"version {content.get('version')} of the format; this hpcsync reads {readable}")
         manifest: Manifest = built(Manifest, content)
     except StateError as error:
         raise JobError(f"--resume: {path}: {error}") from None

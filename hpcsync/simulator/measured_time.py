@@ -6,12 +6,13 @@ import tomllib
 from typing import Any
 
 from hpcsync.config.job import Job, Script
+from hpcsync.core.coordinator import Recorder
 from hpcsync.core.job_validation import check
 from hpcsync.core.stanza_resolution import resolved
 from hpcsync.simulator.simulate import prepare
 
 
-class _Times:
+class _Times(Recorder):
     """Recorder that keeps the time and the number of the last update."""
 
     now_s = 0.0

@@ -19,7 +19,7 @@ from hpcsync.simulator.compressed_mean import compressed_mean
 from hpcsync.simulator.evaluation import Evaluation
 from hpcsync.simulator.gradients import NEXT, Gradients, Work
 from hpcsync.training import compressor
-from hpcsync.training.flat_model import trainable
+from hpcsync.training.flat_model import squared_norm, trainable
 from hpcsync.training.local_update import Mean, NullPeer, Outer, Peer, PushSumPeer
 from hpcsync.training.optimizers import OptimizerSpec
 from hpcsync.training.update_rules import Descent
@@ -40,7 +40,13 @@ class Numerics(Protocol):
     ----------
     updates
         The workers' weights; where all workers have one model these are placeholders.
+    gradient_sq, mean_gradient_sq
+        Squared norms of the gradient computed last, and of the mean gradient of the latest common step; NaN: not
+        measured, or there is none.
     """
+
+    gradient_sq: float
+    mean_gradient_sq: float
 
     @property
     def updates(self) -> Sequence[Any]: ...  # noqa: D102
@@ -67,6 +73,7 @@ class NullNumerics:
         self.updates = [NullPeer(n_bytes, push_sum=push_sum) for _ in range(job.cluster.workers)]
 
     gradient = None
+    gradient_sq = mean_gradient_sq = math.nan
 
     def compute(self, worker: int, *work: Any) -> float:
         """Return NaN as the loss."""
@@ -88,6 +95,8 @@ class NullNumerics:
 
 class _Trained(ABC):
     """Gradients of all workers, and evaluations of the mean of their weights."""
+
+    gradient_sq = mean_gradient_sq = math.nan
 
     def __init__(self, job: Job, workload: Workload) -> None:
         self._evaluation = Evaluation(job, workload)
@@ -128,6 +137,7 @@ class OneReplica(_Trained):
     def compute(self, worker: int, work: Work = NEXT, weight: float = 1.0) -> float:
         """Compute the worker's gradient, times its weight in the mean, into its slot; return the mean loss."""
         loss = self._gradients.compute(worker, self._weights.data, work)
+        self.gradient_sq = squared_norm(self._gradients.flat.gradient)
         slot = self._slots[worker].copy_(self._gradients.flat.gradient)
         if weight != 1.0:
             slot.mul_(weight)  # a rank scales its gradient before sending it, too
@@ -144,7 +154,7 @@ class OneReplica(_Trained):
         slots = [self._slots[worker] for worker in workers]
         if self._compressed is not None:
             del slots[1:]  # the first holds the mean
-        self._rule.update(slots, lr, [1.0] * len(slots), len(slots) / correction)
+        self.mean_gradient_sq = self._rule.update(slots, lr, [1.0] * len(slots), len(slots) / correction)
 
     def _mean(self) -> tuple[torch.Tensor, float]:
         return self._weights.data, 0.0
@@ -169,7 +179,9 @@ class Replicas(_Trained):
 
     def compute(self, worker: int) -> float:
         """Compute the worker's next gradient; return the mean loss."""
-        return self._gradients.compute(worker, self._weights[worker])
+        loss = self._gradients.compute(worker, self._weights[worker])
+        self.gradient_sq = squared_norm(self.gradient)
+        return loss
 
     @property
     def gradient(self) -> torch.Tensor:

@@ -36,7 +36,7 @@ class _PeerWorker:
     ----------
     step_s
         Seconds of each step.
-    begin_s, end_s, n_samples, loss
+    begin_s, end_s, n_samples, loss, gradient_sq
         Of the computation in progress, or the latest one.
     compute_s, waited_s
         Seconds of it in which the worker computed, and waited.
@@ -57,6 +57,7 @@ class _PeerWorker:
     waited_s: float = 0.0
     exchange_s: float = 0.0
     loss: float = math.nan
+    gradient_sq: float = math.nan
     actions: Actions = field(init=False)
 
 
@@ -155,6 +156,7 @@ class PeerSimulation(Simulation, Transport):
         now_s = state.end_s = state.exchange_s = self._loop.now_s
         state.compute_s = now_s - state.begin_s
         state.loss = self._compute(worker)
+        state.gradient_sq = self._numerics.gradient_sq
         state.actions = state.machine.advance(state.n_samples, stop=self.coordinator.stopping)
         self._resume(worker)
 
@@ -203,8 +205,9 @@ class PeerSimulation(Simulation, Transport):
         wait_s, comm_s = state.waited_s + (exchange_s - end_s), now_s - exchange_s
         problem = self._problem_of(loss)
         step_info = state.machine.step_info(
-            result, state.begin_s, end_s, state.compute_s, wait_s, comm_s, state.n_samples, loss, problem=problem
-        )
+            result, state.begin_s, end_s, state.compute_s, wait_s, comm_s, state.n_samples, loss, problem=problem,
+            gradients_sq=(state.gradient_sq, self._numerics.mean_gradient_sq),
+        )  # fmt: skip
         self.coordinator.exchanged(now_s, step_info)
         if problem:
             self._look_at(step_info)

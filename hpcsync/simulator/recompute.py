@@ -24,7 +24,7 @@ from hpcsync.audit.check import Check, Part, check_all
 from hpcsync.audit.server_recount import Recount
 from hpcsync.config.job import Job, Script
 from hpcsync.core.assignments import create_assignments, create_paradigm
-from hpcsync.core.coordinator import AccumulateCommand, Command, UpdateCommand, coordinate
+from hpcsync.core.coordinator import AccumulateCommand, Command, Recorder, UpdateCommand, coordinate
 from hpcsync.core.job_validation import check
 from hpcsync.core.stanza_resolution import resolved
 from hpcsync.paradigms import Grant, PushInfo
@@ -208,8 +208,7 @@ class _Served:
             int(push["local_steps"]),
             grant.ratio,
         )
-        loss, _ = self._numerics.contribute(int(push["worker"]), work)
-        return loss
+        return self._numerics.contribute(int(push["worker"]), work).loss
 
     def _carry_out(self, commands: Sequence[Command]) -> None:
         for command in commands:
@@ -250,14 +249,14 @@ def _in_step(trace: Trace, job: Job, workload: Workload) -> tuple[Values, Values
     return _losses(recorded, made["loss"]), _evaluations(trace.tables["evaluations"], judged)
 
 
-class _Nowhere:
+class _Nowhere(Recorder):
     """Recorder of nothing."""
 
     def append(self, table: str, row: tuple[object, ...]) -> None:
         """Do nothing."""
 
 
-class _Rows:
+class _Rows(Recorder):
     """Recorder of exchanges and evaluations."""
 
     def __init__(self) -> None:

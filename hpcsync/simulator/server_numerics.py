@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +24,24 @@ from hpcsync.training.flat_model import trainable
 from hpcsync.training.optimizers import OptimizerSpec
 from hpcsync.training.parameter_store import Store, n_buffers, row_size
 from hpcsync.workloads.registry import Workload
+
+
+class Contributed(NamedTuple):
+    """A computed contribution.
+
+    Attributes
+    ----------
+    loss : float
+        Mean loss.
+    sizes_bytes : Sequence[int]
+        Bytes sent to each server, shape (n_servers,); empty if the contribution was cancelled.
+    gradient_sq : float
+        Squared norm of the gradient that is pushed; NaN if it is none.
+    """
+
+    loss: float
+    sizes_bytes: Sequence[int] = ()
+    gradient_sq: float = math.nan
 
 
 class ContributionEncoder:
@@ -119,17 +137,10 @@ class Numerics:
         """Let a worker that has joined again read the current version."""
         self.contributions[worker].join(self._read(worker))
 
-    def contribute(self, worker: int, work: Work) -> tuple[float, Sequence[int]]:
+    def contribute(self, worker: int, work: Work) -> Contributed:
         """Compute the worker's next contribution, of all its local steps, into its slot.
 
         A contribution that was cancelled is not put into the slot.
-
-        Returns
-        -------
-        loss : float
-            Mean loss.
-        sizes_bytes : Sequence[int]
-            Bytes sent to each server, shape (n_servers,); empty if the contribution was cancelled.
         """
         contribution = self.contributions[worker]
         for step in range(work.n_steps):
@@ -140,16 +151,19 @@ class Numerics:
             contribution.step(self._flat.gradient, n_samples, loss, last=last)
         loss = contribution.prepare()
         if work.share < 1.0:
-            return loss, ()
-        return loss, self._encoder.put(worker, contribution.vector, self._slots[worker], work.ratio)
+            return Contributed(loss)
+        gradient_sq = contribution.gradient_sq()
+        sizes_bytes = self._encoder.put(worker, contribution.vector, self._slots[worker], work.ratio)
+        return Contributed(loss, sizes_bytes, gradient_sq)
 
     def accumulate(self, accumulation: AccumulateCommand) -> None:
         """Add the worker's slot to the accumulated contributions."""
         self._store.accumulate(accumulation.worker, accumulation.weight)
 
-    def apply(self, update: UpdateCommand) -> None:
-        """Apply an update to the store."""
-        self._store.apply(update.workers, update.lr, update.weights, update.divisor, update.momentum)
+    def apply(self, update: UpdateCommand) -> tuple[int, float]:
+        """Apply an update to the store; return the version that it makes and the squared norm of its gradient."""
+        gradient_sq = self._store.apply(update.workers, update.lr, update.weights, update.divisor, update.momentum)
+        return self._store.version, gradient_sq
 
     def delivered(self, worker: int) -> None:
         """Keep the worker's buffers: its push has arrived."""
@@ -182,9 +196,13 @@ class NoNumerics(Numerics):
     def __init__(self, job: Job, workload: Workload) -> None:
         self._encoder = ContributionEncoder(job, trainable(workload.model))
 
-    def contribute(self, worker: int, work: Work) -> tuple[float, Sequence[int]]:
+    def contribute(self, worker: int, work: Work) -> Contributed:
         """Return NaN as the loss, and the nominal sizes."""
-        return math.nan, self._encoder.nominal_bytes(work.ratio) if work.share == 1.0 else ()
+        return Contributed(math.nan, self._encoder.nominal_bytes(work.ratio) if work.share == 1.0 else ())
+
+    def apply(self, update: UpdateCommand) -> tuple[int, float]:
+        """Return version 0, which no update makes."""
+        return 0, math.nan
 
     def evaluate(self, workers: Sequence[int]) -> tuple[float, float]:
         """Raise RuntimeError: there is nothing to evaluate."""
@@ -193,7 +211,7 @@ class NoNumerics(Numerics):
     def _nothing(self, *of_any_kind: Any, **options: Any) -> None:
         """Do nothing."""
 
-    grant = join = accumulate = apply = delivered = finish = _nothing
+    grant = join = accumulate = delivered = finish = _nothing
 
 
 def _rows(n: int, like: torch.Tensor) -> torch.Tensor:

@@ -51,6 +51,7 @@ class _Worker:
     end_s: float = 0.0  # when its last local step ended
     sent_s: float = 0.0  # when the put of its encoded contribution began
     loss: float = 0.0  # of the contribution
+    gradient_sq: float = math.nan  # of the contribution
     wire_bytes: int = 0  # of the contribution
 
 
@@ -207,7 +208,7 @@ class ServerSimulation(Simulation):
         state = self._workers[worker]
         machine, grant = state.machine, state.machine.grant
         work = Work(grant.first_sample, machine.n_samples, self._n_pieces, machine.share, machine.n_steps, grant.ratio)
-        state.loss, sizes_bytes = self._numerics.contribute(worker, work)
+        state.loss, sizes_bytes, state.gradient_sq = self._numerics.contribute(worker, work)
         state.end_s = state.sent_s = self._loop.now_s
         state.wire_bytes = sum(sizes_bytes)
         return sizes_bytes
@@ -239,7 +240,9 @@ class ServerSimulation(Simulation):
         now_s, state = self._loop.now_s, self._workers[worker]
         encode_s, duration_s = state.sent_s - state.end_s, put_s - state.sent_s
         problem = self._problem_of(state.loss)
-        push_info = state.machine.delivered(state.loss, encode_s, duration_s, state.wire_bytes, problem=problem)
+        push_info = state.machine.delivered(
+            state.loss, encode_s, duration_s, state.wire_bytes, problem=problem, gradient_sq=state.gradient_sq
+        )
         if problem:
             self._look_at(push_info)
         state.machine.waits(put_s)
@@ -254,7 +257,7 @@ class ServerSimulation(Simulation):
             if isinstance(command, Grant):
                 self._carry_out_grant(command)
             elif isinstance(command, UpdateCommand):
-                self._numerics.apply(command)
+                self._updated(*self._numerics.apply(command))
                 self._spend(max(1, len(command.workers)) * self._update_s)
             elif isinstance(command, AccumulateCommand):
                 self._numerics.accumulate(command)
@@ -266,6 +269,10 @@ class ServerSimulation(Simulation):
         if due is not None and due != self._due:
             self._loop.at(due.now_s, self._time_has_come)
         self._due = due
+
+    def _updated(self, version: int, gradient_sq: float) -> None:
+        if version:
+            self.coordinator.updated(version, gradient_sq)
 
     def _spend(self, seconds: float) -> None:
         """Let the servers update for so long, from now or from when they are free."""

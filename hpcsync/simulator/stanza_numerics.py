@@ -6,6 +6,7 @@ them; batches, generators and running statistics belong to each worker.
 
 from __future__ import annotations
 
+import math
 from typing import cast
 
 import torch
@@ -54,6 +55,8 @@ class TwoHalves:
 
     Memory: in addition to them, the autograd graphs of all workers' batches at once.
     """
+
+    gradient_sq = mean_gradient_sq = math.nan  # no worker has a gradient of the whole model
 
     def __init__(self, job: Job, workload: Workload, halves: ModelSplit) -> None:
         self._groups, self._n_pieces = job.groups, cast("StanzaOptions", job.paradigm).micro_batches

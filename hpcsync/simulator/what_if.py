@@ -22,6 +22,7 @@ import numpy as np
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job, Script
 from hpcsync.core.assignments import create_paradigm
+from hpcsync.core.coordinator import Recorder
 from hpcsync.core.device_speed import Device
 from hpcsync.core.peer_machine import create_method
 from hpcsync.report.explanation import WhatIf
@@ -259,7 +260,7 @@ def _replaced(times: Columns, medians: Columns, operations: Sequence[str]) -> Co
 # ---- the simulations ----
 
 
-class _NoRecord:
+class _NoRecord(Recorder):
     """Recorder that keeps the time of the update with which a number of samples is reached.
 
     Without waiting, other workers end their iterations after it, which are updates too.

@@ -186,16 +186,29 @@ class TraceFile(_Described):
         for table in TABLES:
             found = 0
             for begin in range(0, max(self.n_rows[table], 1), self.slice_rows):
-                found = checksum(self.read(table, begin, begin + self.slice_rows), found)
+                found = checksum(self._as_written(table, begin, begin + self.slice_rows), found)
             if self.checksum(table) not in (None, found):
                 raise TraceError(f"{self.path}: a damaged trace: the rows of /{table} are not those that were written")
 
     def read(self, table: str, begin: int = 0, end: int | None = None) -> np.ndarray:
-        """Return the rows [begin, end) of a table; `end` None is its last row."""
+        """Return the rows [begin, end) of a table, with the columns of this version; `end` None is its last row."""
+        rows = self._as_written(table, begin, end)
+        return complete(rows, TABLES[table]) if self.attributes["format_version"] < FORMAT_VERSION else rows
+
+    def is_altered(self, table: str, rows: np.ndarray) -> bool:
+        """Return True if these, all rows of a table as `read` returns them, are not those that were written."""
+        written = self.checksum(table)
+        if written is None:
+            return False
+        if self.attributes["format_version"] < FORMAT_VERSION:
+            rows = self._as_written(table)
+        return checksum(rows) != written
+
+    def _as_written(self, table: str, begin: int = 0, end: int | None = None) -> np.ndarray:
         last = self.n_rows[table]
         with _reporting_damage(self.path):
-            rows = self.file[table][begin : last if end is None else min(end, last)]
-        return complete(rows, TABLES[table]) if self.attributes["format_version"] < FORMAT_VERSION else rows
+            rows: np.ndarray = self.file[table][begin : last if end is None else min(end, last)]
+        return rows
 
 
 def trace_path(path: str | Path) -> Path:
@@ -260,8 +273,7 @@ def _n_rows(file: h5py.File, table: str, flushed: Any, version: int) -> int:
         raise ValueError(f"/{table} must be a table")
     found = [(name, dtype[name].str) for name in dtype.names]
     wanted = [(name, TABLES[table][name].str) for name in TABLES[table].names or ()]
-    if version < FORMAT_VERSION and table == "grants":
-        wanted = [column for column in wanted if column[0] in dtype.names or column[0] not in ADDED]
+    wanted = [column for column in wanted if column[0] in dtype.names or ADDED.get(column[0], 0) <= version]
     if table == "decisions":  # further columns are the inputs of the controllers
         wanted = wanted + [(name, "<f8") for name, _ in found[len(wanted) :]]
     if found != wanted:
@@ -302,8 +314,7 @@ def load(path: str | Path) -> Trace:
     """
     with opened(path) as file:
         tables = {table: file.read(table) for table in TABLES}
-        written = {table: file.checksum(table) for table in TABLES}
-    altered = tuple(table for table in TABLES if written[table] not in (None, checksum(tables[table])))
+        altered = tuple(table for table in TABLES if file.is_altered(table, tables[table]))
     tables["pushes"] = tables["pushes"][np.argsort(tables["pushes"]["seq"], kind="stable")]
     return Trace(file.path, file.attributes, tables, altered)
 

@@ -17,6 +17,7 @@ decisions and membership changes, from 1, so that their order is total.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Iterable, Mapping
 from enum import IntEnum
@@ -27,9 +28,9 @@ import numpy as np
 from hpcsync.paradigms.records import Column, Grant, Problem, PushInfo, StepInfo, columns
 
 FORMAT = "hpcsync-trace"
-FORMAT_VERSION = 8
-READABLE_VERSIONS = (7, 8)
-ADDED = ("released_by",)  # columns that format version 7 lacks
+FORMAT_VERSION = 9
+READABLE_VERSIONS = (7, 8, 9)
+ADDED = {"released_by": 8, "gradient_sq": 9, "mean_gradient_sq": 9}  # columns, and the first version that has them
 ATTRIBUTES: dict[str, type] = {  # root attributes on which readers rely
     "format_version": int,
     "status": str,
@@ -177,6 +178,15 @@ SCHEMA: dict[str, TableSchema] = {
                 "samples",
                 "Samples of all updates up to this one: the sum of their pushes' batch_size.",
             ),
+            Column(
+                "gradient_sq",
+                "<f8",
+                "1",
+                "Squared norm of the gradient of the update, the weighted mean of its contributions as the servers use "
+                "them (decoded, and corrected for delay), before clipping; without servers of the gradient of the "
+                "step. NaN as in /pushes, and, with several servers, for an update of which not all of them had "
+                "stated their part before its row was written to the file.",
+            ),
         ),
     ),
     "decisions": TableSchema(
@@ -283,16 +293,19 @@ def checksum(rows: np.ndarray, before: int = 0) -> int:
 
 
 def complete(rows: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return rows of an older format with the columns of `dtype` that they lack; these are 0."""
+    """Return rows of an older format with the columns of `dtype` that they lack; these are NaN, whole numbers 0."""
     there = rows.dtype.names or ()
     missing = [name for name in dtype.names or () if name not in there]
     if not missing:
         return rows
     whole = np.zeros(
-        len(rows), [(name, rows.dtype[name]) for name in there] + [(name, dtype[name]) for name in missing]
+        len(rows), [(name, (dtype if name in missing else rows.dtype)[name]) for name in dtype.names or ()]
     )
     for name in there:
         whole[name] = rows[name]
+    for name in missing:
+        if whole[name].dtype.kind == "f":
+            whole[name] = math.nan
     return whole
 
 

@@ -52,6 +52,7 @@ FLUSH_INTERVAL_S = 2.0
 COPIED_ROWS = 100_000  # copied at once
 SETTLE_S = 10.0  # time limit of a process that imports h5py and changes one attribute, on a busy machine
 
+_FLOAT = layout(["<f8"])
 _ENUMS = {column: {code.name.lower(): int(code) for code in codes} for column, codes in ENUMS.items()}
 
 
@@ -64,6 +65,7 @@ class _Ring:
         columns = [dtype[name].str for name in dtype.names or ()]
         packer = layout(columns)
         assert packer.size == dtype.itemsize
+        self._fields = dict(dtype.fields or {})
         self._pack_into = packer.pack_into
         self._row_bytes = packer.size
         self._buffer = self.rows.view(np.uint8).data
@@ -75,6 +77,11 @@ class _Ring:
             row = [value.encode() if isinstance(value, str) else value for value in row]
         self._pack_into(self._buffer, self.used * self._row_bytes, *row)
         self.used += 1
+
+    def amend(self, back: int, column: str, value: float) -> None:
+        """Set a float64 of the row that is so far from the latest one, if it is still here."""
+        if back < self.used:
+            _FLOAT.pack_into(self._buffer, (self.used - 1 - back) * self._row_bytes + self._fields[column][1], value)
 
 
 class TraceWriter:
@@ -208,6 +215,20 @@ class TraceWriter:
         if ring.used == RING_ROWS:
             self.flush()
         ring.append(row)
+
+    def amend(self, table: str, back: int, column: str, value: float) -> None:
+        """Set a float64 of a row that was appended before it was known; without effect once the row is in the file.
+
+        Parameters
+        ----------
+        table, column
+            Names of the table and of the column.
+        back
+            0 for the latest row of the table, 1 for the one before it, and so on.
+        value
+            The value.
+        """
+        self._rings[table].amend(back, column, value)
 
     def flush_if_due(self, now_s: float) -> None:
         """Flush if the last flush is FLUSH_INTERVAL_S ago. To be called when no worker waits for the server.

@@ -18,8 +18,9 @@ from collections.abc import Callable
 import torch
 
 from hpcsync.config.job import Job
+from hpcsync.config.workloads import Timing
 from hpcsync.state import Stateful
-from hpcsync.training.flat_model import FlatModel
+from hpcsync.training.flat_model import FlatModel, squared_norm
 from hpcsync.training.lr_schedule import worker_rate
 from hpcsync.training.optimizers import OptimizerFactory, WorkerOptimizer
 from hpcsync.training.update_rules import towards
@@ -34,6 +35,8 @@ class Contribution(Stateful):
         Weights from which the worker computes its gradients, shape (size,).
     vector
         Where the gradients are computed, if they always are in the same memory.
+    of_gradients
+        Whether a push sends a gradient; False without arithmetic, where the vector is only transferred.
 
     Attributes
     ----------
@@ -47,8 +50,9 @@ class Contribution(Stateful):
     keeps_read = True  # the weights that were read must stay unchanged until the push
     commits_rest = False  # a worker that leaves pushes the steps since its last push
 
-    def __init__(self, weights: torch.Tensor, vector: torch.Tensor | None = None) -> None:
+    def __init__(self, weights: torch.Tensor, vector: torch.Tensor | None = None, *, of_gradients: bool = True) -> None:
         self.weights = weights
+        self._of_gradients = of_gradients
         self.vector = weights if vector is None else vector
         self._loss_sum = 0.0
         self._n_losses = 0
@@ -85,6 +89,10 @@ class Contribution(Stateful):
         loss, self._loss_sum, self._n_losses = self._loss_sum / self._n_losses, 0.0, 0
         return loss
 
+    def gradient_sq(self) -> float:
+        """Return the squared norm of what the next push sends, after `prepare`; NaN if it is no gradient."""
+        return squared_norm(self.vector) if self._of_gradients else math.nan
+
     def _step(self, gradient: torch.Tensor, n_samples: int, last: bool) -> None:
         self.vector = gradient
 
@@ -110,7 +118,7 @@ class LocalSteps(Contribution):
     state_types = {"_optimizer": WorkerOptimizer, "steps": int, "samples": int, "_lr": float}
 
     def __init__(self, weights: torch.Tensor, spec: OptimizerFactory, rate: Callable[[int, int], float]) -> None:
-        super().__init__(weights)
+        super().__init__(weights, of_gradients=False)  # it pushes no gradient
         self.steps = self.samples = 0
         self._optimizer = spec.on_worker(weights)
         self._rate = rate
@@ -224,7 +232,7 @@ class NoContribution(Contribution):
     """A worker of a run without arithmetic: its loss is NaN, and nothing is computed."""
 
     def __init__(self) -> None:
-        super().__init__(torch.empty(0))
+        super().__init__(torch.empty(0), of_gradients=False)
 
     def step(self, gradient: torch.Tensor, n_samples: int, loss: float, *, last: bool) -> None:
         """Do nothing."""
@@ -237,7 +245,8 @@ class NoContribution(Contribution):
 def on_rank(job: Job, flat: FlatModel, spec: OptimizerFactory) -> tuple[Contribution, torch.Tensor]:
     """Return the contribution of a worker that has a model of its own, and the vector for the servers' weights."""
     if not job.steps_on_workers:
-        return Contribution(flat.weights, flat.gradient), flat.weights
+        of_gradients = not isinstance(job.workload, Timing)
+        return Contribution(flat.weights, flat.gradient, of_gradients=of_gradients), flat.weights
     read = torch.empty_like(flat.weights)
     return _local(job, flat.weights, spec, lambda: torch.empty_like(read), lambda: flat.gradient), read
 

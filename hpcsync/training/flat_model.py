@@ -37,6 +37,13 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
     return parameters
 
 
+def squared_norm(vector: torch.Tensor) -> float:
+    """Return the sum of squares of a vector, shape (size,), as torch sums it."""
+    if vector.dtype.itemsize < 4:
+        vector = vector.float()
+    return float(torch.dot(vector, vector))
+
+
 def flat_dtype(parameters: Sequence[nn.Parameter]) -> torch.dtype:
     """Return the type of a flat vector that holds these parameters exactly: float32, or float64 if one of them is.
 

@@ -203,7 +203,7 @@ class Store(Stateful):
         weights: Sequence[float] = (),
         divisor: float | None = None,
         momentum: float = math.nan,
-    ) -> None:
+    ) -> float:
         """Make one update from the accumulated sum and these workers' contributions, and free their slots.
 
         Parameters
@@ -218,6 +218,11 @@ class Store(Stateful):
             Divisor of the weighted sum; None: the number of these workers (their mean).
         momentum
             Momentum of the rule's optimizer from this update on; NaN: as before.
+
+        Returns
+        -------
+        float
+            Squared norm of this shard of the update's gradient; NaN if it is none, or not measured.
         """
         weights = weights or (1.0,) * len(workers)
         divisor = float(len(workers)) if divisor is None else divisor
@@ -237,8 +242,9 @@ class Store(Stateful):
             self._accumulated_stated.clear()
         if not math.isnan(momentum):
             self._rule.set_momentum(momentum)
-        self._rule.update(contributions, lr, weights, divisor)
+        gradient_sq = self._rule.update(contributions, lr, weights, divisor)
         self.version += 1
+        return gradient_sq
 
     def kept_pieces(self) -> list[Any]:
         """Return what the rule's optimizers keep for pieces of a script's parameters."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +11,9 @@ import numpy as np
 import torch
 
 from hpcsync.config.job import Job
+from hpcsync.config.workloads import Timing
 from hpcsync.state import Stateful
+from hpcsync.training.flat_model import squared_norm
 from hpcsync.training.optimizers import OptimizerFactory, ServerOptimizer
 
 EPSILON = 1e-7  # is added to a mean square before its root is taken
@@ -34,7 +37,7 @@ class Rule(Stateful, ABC):
     @abstractmethod
     def update(
         self, contributions: Sequence[torch.Tensor], rate: float, weights: Sequence[float], divisor: float
-    ) -> None:
+    ) -> float:
         """Change the weights in place.
 
         Parameters
@@ -47,6 +50,11 @@ class Rule(Stateful, ABC):
             Factor of each contribution.
         divisor
             Divisor of the weighted sum.
+
+        Returns
+        -------
+        float
+            Squared norm of the gradient; NaN if the update is along none, or it is not measured.
         """
 
     def correct(self, worker: int, contribution: torch.Tensor, read: torch.Tensor) -> None:
@@ -75,12 +83,21 @@ class Rule(Stateful, ABC):
 
 
 class Descent(Rule):
-    """A step of a torch optimizer with the weighted mean of gradients; the rate is its learning rate."""
+    """A step of a torch optimizer with the weighted mean of gradients; the rate is its learning rate.
+
+    Parameters
+    ----------
+    optimizer
+        The optimizer.
+    measures
+        Whether the norms of the mean gradients are measured.
+    """
 
     state_types = {"_optimizer": ServerOptimizer}
 
-    def __init__(self, optimizer: OptimizerFactory) -> None:
+    def __init__(self, optimizer: OptimizerFactory, *, measures: bool = True) -> None:
         self._spec = optimizer
+        self._measures = measures
 
     def bind(self, weights: torch.nn.Parameter) -> None:
         """Create the optimizer for these weights."""
@@ -97,12 +114,14 @@ class Descent(Rule):
 
     def update(
         self, contributions: Sequence[torch.Tensor], rate: float, weights: Sequence[float], divisor: float
-    ) -> None:
+    ) -> float:
         """Make one step of the optimizer."""
         gradient = weighted_sum(contributions, weights)
         if divisor != 1.0:
             gradient.div_(divisor)
+        gradient_sq = squared_norm(gradient) if self._measures else math.nan
         self._optimizer.step(gradient, rate)
+        return gradient_sq
 
     def set_momentum(self, momentum: float) -> None:
         """Change the optimizer's momentum; its buffer stays."""
@@ -170,11 +189,12 @@ class Elastic(Rule):
 
     def update(
         self, contributions: Sequence[torch.Tensor], rate: float, weights: Sequence[float], divisor: float
-    ) -> None:
+    ) -> float:
         """Move the centre; `rate` is alpha."""
         centre = self._weights.data
         moves = [towards(centre, position, rate) for position in contributions]
         centre.add_(weighted_sum(moves, [1.0] * len(moves)))
+        return math.nan
 
 
 class Commit(Rule):
@@ -186,9 +206,10 @@ class Commit(Rule):
 
     def update(
         self, contributions: Sequence[torch.Tensor], rate: float, weights: Sequence[float], divisor: float
-    ) -> None:
+    ) -> float:
         """Add the weighted changes to the weights."""
         self._weights.data.add_(weighted_sum(contributions, weights), alpha=rate / divisor)
+        return math.nan
 
 
 class DelayedNesterov(Rule):
@@ -233,7 +254,7 @@ class DelayedNesterov(Rule):
 
     def update(
         self, contributions: Sequence[torch.Tensor], rate: float, weights: Sequence[float], divisor: float
-    ) -> None:
+    ) -> float:
         """Make an outer step."""
         gradient = weighted_sum(contributions, weights).div_(-divisor)
         self._count = (self._count + 1) % self._period
@@ -248,6 +269,7 @@ class DelayedNesterov(Rule):
         if self._beta * used > 0:
             gradient.add_(self._momentum, alpha=used * self._beta)
         self._weights.data.add_(gradient, alpha=-rate)
+        return math.nan
 
 
 def of_job(job: Job, optimizer: OptimizerFactory) -> Rule:
@@ -259,7 +281,9 @@ def of_job(job: Job, optimizer: OptimizerFactory) -> Rule:
         case "position":
             return Elastic()
     correction = job.paradigm.delay_correction
-    return Descent(optimizer) if correction is None else DelayCompensated(optimizer, *correction)
+    if correction is None:
+        return Descent(optimizer, measures=not isinstance(job.workload, Timing))
+    return DelayCompensated(optimizer, *correction)
 
 
 def towards(place: torch.Tensor, target: torch.Tensor, rate: float) -> torch.Tensor:

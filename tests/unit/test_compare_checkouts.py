@@ -87,6 +87,22 @@ def test_a_missing_table(folders, which, words):
     assert found(folders) == words
 
 
+def test_a_new_column(folders):
+    with h5py.File(folders[1] / "trace.h5", "a") as file:
+        rows = file["updates"][()]
+        del file["updates"]
+        wider = np.zeros(len(rows), [*UPDATES.descr, ("norm", "<f8")])
+        for name in rows.dtype.names:
+            wider[name] = rows[name]
+        file["updates"] = wider
+    assert "type" in found(folders)
+    assert outcome(folders, ["0\n", "0\n"], ["norm"])[1] == "identical"
+    with h5py.File(folders[1] / "trace.h5", "a") as file:
+        wider["version"][1] = 7
+        file["updates"][...] = wider
+    assert "column version, row 1" in outcome(folders, ["0\n", "0\n"], ["norm"])[1]
+
+
 def test_another_type_of_a_column(folders):
     """Even in a table without rows."""
     with h5py.File(folders[1] / "trace.h5", "a") as file:

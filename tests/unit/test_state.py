@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from hpcsync.paradigms.records import StepInfo
 from hpcsync.state import StateError, Stateful, built, plain, restore_arrays
 
 
@@ -182,3 +183,13 @@ def test_declarations_of_base_classes_come_first():
         state_types: Any = {"more": str}
 
     assert [*Derived.all_state_types()] == ["_n", "more"]
+
+
+def test_a_field_that_came_later_may_be_missing():
+    """As in checkpoints that were made before it existed; all others must be given."""
+    old = plain(StepInfo(1, 2))
+    del old["gradient_sq"], old["mean_gradient_sq"]
+    assert built(StepInfo, old)[:-2] == StepInfo(1, 2)[:-2]
+    del old["worker"]
+    with pytest.raises(StateError, match=r"worker: must be given"):
+        built(StepInfo, old)

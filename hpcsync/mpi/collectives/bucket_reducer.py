@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -20,7 +21,7 @@ from hpcsync.mpi.transport.tensor_window import HOST, Transport
 from hpcsync.paradigms.peer_method import Agreed, StepCounts
 from hpcsync.state import Stateful, built, plain
 from hpcsync.training.compressor import Compression
-from hpcsync.training.flat_model import FlatModel
+from hpcsync.training.flat_model import FlatModel, squared_norm
 
 __all__ = ["BUCKET_BYTES", "Agreed", "BucketReducer", "Reduced"]
 
@@ -40,12 +41,16 @@ class Reduced(NamedTuple):
         Time during which means were formed, including waiting, whether or not the backward pass hid it, in seconds.
     sent_bytes : int
         See `MeanVector.sent_bytes`.
+    gradient_sq, mean_sq : float
+        Squared norms of this rank's gradient and of the mean; NaN if they are not measured.
     """
 
     waited_s: float = 0.0
     absent_s: float = 0.0
     comm_s: float = 0.0
     sent_bytes: int = 0
+    gradient_sq: float = math.nan
+    mean_sq: float = math.nan
 
 
 class BucketReducer:
@@ -75,6 +80,8 @@ class BucketReducer:
         Transport of the gradient's device.
     compression
         Compression of every rank's gradient, which is then one bucket: it is compressed as a whole.
+    measures
+        Whether the norms of gradients are measured, bucket by bucket.
 
     Attributes
     ----------
@@ -99,8 +106,11 @@ class BucketReducer:
         overlap: bool = True,
         transport: Transport = HOST,
         compression: Compression | None = None,
+        *,
+        measures: bool = False,
     ) -> None:
         self._comm = comm
+        self._measures = measures
         self._flat = flat
         self._at_end = at_end_of_backward
         self._can_overlap = compression is None and comm.size > 1 and takes_several_threads(comm)
@@ -180,9 +190,14 @@ class BucketReducer:
 
     def _reduce(self, begin: int, end: int, own_counts: StepCounts) -> Agreed:
         begin_s = time.perf_counter()
+        bucket = self._flat.gradient[begin:end]
+        if self._measures:
+            self._gradient_sq += squared_norm(bucket)
         if self.weight != 1.0:
-            self._flat.gradient[begin:end].mul_(self.weight)
+            bucket.mul_(self.weight)
         agreed = self._mean.mean(begin, end, own_counts)
+        if self._measures:
+            self._mean_sq += squared_norm(bucket)
         self._comm_s += time.perf_counter() - begin_s
         self._n_reduced += 1
         return agreed
@@ -255,7 +270,8 @@ class BucketReducer:
         self._flat.return_gradient(self._present(agreed, absent))
         waited_s = time.perf_counter() - begin_s
         absent_s = min(waited_s, self._mean.absent_s - absent_s)
-        self.reduced = Reduced(waited_s, absent_s, self._comm_s, self._mean.sent_bytes)
+        norms = (self._gradient_sq if contributing else math.nan, self._mean_sq) if self._measures else ()
+        self.reduced = Reduced(waited_s, absent_s, self._comm_s, self._mean.sent_bytes, *norms)
         self._reset()
         return agreed
 
@@ -277,7 +293,7 @@ class BucketReducer:
         self._frontier = len(self._complete)  # parameters with this index or a higher one are complete
         self._launched = 0
         self._n_reduced = 0
-        self._comm_s = 0.0
+        self._comm_s = self._gradient_sq = self._mean_sq = 0.0
 
     def state(self) -> Any:
         """Return this rank's state between gradients; call it between `finish` and the next backward pass."""

@@ -16,6 +16,7 @@ import torch
 from mpi4py import MPI
 
 from hpcsync.config.job import Job
+from hpcsync.config.workloads import Timing
 from hpcsync.core.iterations import Iterations
 from hpcsync.core.peer_coordinator import BatchDivision
 from hpcsync.mpi.collectives.allreduce import mean_vector
@@ -28,7 +29,7 @@ from hpcsync.paradigms.records import ALL_PEERS
 from hpcsync.trace.schema import Phase
 from hpcsync.training import compressor
 from hpcsync.training.buffers import Buffers
-from hpcsync.training.flat_model import FlatModel
+from hpcsync.training.flat_model import FlatModel, squared_norm
 from hpcsync.training.gradient import Loss
 from hpcsync.training.loading import Source
 from hpcsync.training.local_update import Outer, Peer, PushSumPeer, Received
@@ -82,6 +83,8 @@ class Exchange(Transport):
         The worker's weights.
     wait_s, comm_s
         Seconds blocked by others, and seconds of transfers, at the end of the latest iteration.
+    gradients_sq
+        Squared norms of the worker's gradient and of the mean of all, of the latest iteration; NaN where there is none.
     on_published
         Called when the workers have published for an evaluation.
     """
@@ -93,6 +96,8 @@ class Exchange(Transport):
         self._link, self._flat = setup.link, setup.flat
         self._buffers = Buffers(setup.flat.model)
         self.wait_s = self.comm_s = 0.0
+        self.gradients_sq = (math.nan, math.nan)
+        self._measures = not isinstance(setup.job.workload, Timing)
         self.peer = (PushSumPeer if setup.method.push_sum else Peer)(setup.flat.weights, setup.optimizer)
         self.on_published: Callable[[], None] = lambda: None
         self._began_s = math.inf
@@ -117,9 +122,15 @@ class Exchange(Transport):
     def step(self, worker: int, lr: float, serial: int = 0) -> None:
         """Apply the local step along the gradient in the model; publish if asked to."""
         self._flat.gather_gradient()
-        self.peer.step(self._flat.gradient, lr)
+        self._step(lr)
         if serial:
             self.publish(serial)
+
+    def _step(self, lr: float) -> None:
+        """Step along the worker's own gradient."""
+        if self._measures:
+            self.gradients_sq = (squared_norm(self._flat.gradient), math.nan)
+        self.peer.step(self._flat.gradient, lr)
 
     def publish_for_evaluation(self, worker: int, serial: int) -> None:
         """Publish the weights, as all workers do."""
@@ -223,6 +234,7 @@ class Summing(Exchange):
             comm, flat, max(1, int(setup.method.bucket_mb * 1e6)),
             setup.at_end_of_backward, overlap=False, transport=setup.link.transport,
             compression=compressor.of_job(job, flat.parameters, flat.weights.dtype),
+            measures=self._measures and not job.paradigm.separates_layers,
         )  # fmt: skip
         self._may_overlap = job.cluster.compute is None
 
@@ -276,10 +288,13 @@ class AllReducing(Summing):
 
     def _reduce(self, n_samples: int, stop: bool) -> Agreed:
         agreed = self._reducer.finish(n_samples > 0, stop, n_samples, halt=self._link.halt_requested)
+        correction = 1.0
         if self._division is not None:
             correction = self._division.correction(agreed.n_contributing, agreed.n_samples)
             if correction != 1.0:
                 self._flat.gradient.mul_(correction)
+        cost = self._reducer.reduced
+        self.gradients_sq = (cost.gradient_sq, cost.mean_sq * correction**2)
         return agreed
 
     def sum(self, worker: int, counts: StepCounts, lr: float) -> tuple[Agreed, ExchangeResult]:

@@ -89,7 +89,7 @@ class Pairing(Exchange):
         return found.n_averaged
 
     def _make_step(self, lr: float) -> None:
-        self.peer.step(self._flat.gradient, lr)
+        self._step(lr)
         self._n_steps += 1
 
     def rest(self) -> Received | None:

@@ -154,7 +154,7 @@ class PeerSession(RankSession):
         lr, rates = self._rates()
         step_info = self._machine.step_info(
             result, *times, spent.computed_s, exchange.wait_s, exchange.comm_s, n_samples, loss, spent.load_s, lr,
-            self._take_problem(),
+            self._take_problem(), exchange.gradients_sq,
         )  # fmt: skip
         self._link.step_info(step_info, rates)
         if self._estimator is not None:

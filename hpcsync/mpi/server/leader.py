@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from hpcsync.mpi.rank0.checkpointing import Checkpointer, heed
 from hpcsync.mpi.rank0.evaluator import Evaluator
 from hpcsync.mpi.rank0.run_recorder import CHORES_S
 from hpcsync.mpi.server.channel import Reader, ServerChannel
+from hpcsync.mpi.server.norms import NormSum
 from hpcsync.mpi.server.shard import Shard, encode, to
 from hpcsync.mpi.transport import messages, ulfm
 from hpcsync.mpi.transport.mailbox import Inbox
@@ -76,6 +77,7 @@ class Leader:
         self._dead: set[int] = set()  # workers that died
         self._infos = link.inbox(messages.TAG_INFO, messages.PUSH_INFO)
         self._wanted = link.inbox(messages.TAG_SLOT, messages.SLOT) if link.lends else None
+        self._norms = NormSum(link)
         self._commands = link.outbox(messages.TAG_COMMAND, messages.COMMAND)
         self._cancellations = link.outbox(messages.TAG_CANCEL, messages.CANCEL)
 
@@ -99,6 +101,7 @@ class Leader:
                 self._remove(self._link.clock.now(), worker)
             while self._coordinator.active or self._shard.is_hiding:
                 self._shard.poll()
+                self._record_norms(self._norms.receive())
                 if self._wanted is not None and self._lend_slots(self._wanted):
                     backoff.reset()
                 if received:
@@ -115,6 +118,9 @@ class Leader:
                 if push_info is None:
                     self._remove_dead(now_s)
                     backoff.pause()
+            while not self._norms.is_complete:
+                self._record_norms(self._norms.receive())
+                backoff.pause()
 
     def read(self, reader: Reader, into: torch.Tensor) -> None:
         """Read the current version into `into`, shape (size,), on behalf of the evaluator, which must be idle."""
@@ -261,3 +267,9 @@ class Leader:
             for server in range(1, self._link.roles.n_servers):
                 self._commands.send(server, record.fields())
             self._shard.carry_out(record)
+            if record.kind == messages.CommandKind.UPDATE:
+                self._record_norms(self._norms.add_own(self._shard.store.version, self._shard.gradient_sq))
+
+    def _record_norms(self, complete: Iterator[tuple[int, float]]) -> None:
+        for version, gradient_sq in complete:
+            self._coordinator.updated(version, gradient_sq)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -72,6 +73,8 @@ class Shard:
         Slots of the workers; None if every worker has its own.
     finished : bool
         Whether FINISH has been carried out.
+    gradient_sq : float
+        Squared norm of the shard of the latest update's gradient; NaN if it was none, or is not measured.
     """
 
     def __init__(
@@ -124,6 +127,7 @@ class Shard:
         self._grants = link.outbox(messages.TAG_GRANT, messages.COMMAND)
         self._evaluation = link.outbox(messages.TAG_EVALUATION, messages.COMMAND)
         self.finished = False
+        self.gradient_sq = math.nan
         for grant in first if state is None else ():
             self.carry_out(CommandRecord(messages.CommandKind.PROMISE, grant))
 
@@ -201,7 +205,8 @@ class Shard:
         for worker in self._contributors:
             self._acquire(worker)
         self._link.done.sync()
-        self.store.apply(self._contributors, command.lr, self._weights, command.divisor, command.momentum)
+        update = (command.lr, self._weights, command.divisor, command.momentum)
+        self.gradient_sq = self.store.apply(self._contributors, *update)
         self._release()  # before any reader is granted this version, and any worker another slot
         for worker in self._contributors:
             self._free_slot(worker)
@@ -305,10 +310,15 @@ class Shard:
 def follow(link: ServerChannel, shard: Shard) -> None:
     """Carry out commands until the last one; the main loop of every server but the first."""
     commands = link.inbox(messages.TAG_COMMAND, messages.COMMAND)
+    norms = link.outbox(messages.TAG_NORM, messages.NORM)
 
     def command() -> tuple[Any, ...] | None:
         shard.poll()
         return commands.poll()
 
     while not shard.finished:
-        shard.carry_out(CommandRecord.of(link.backoff.until(command)))
+        record = CommandRecord.of(link.backoff.until(command))
+        shard.carry_out(record)
+        if record.kind == messages.CommandKind.UPDATE and not math.isnan(shard.gradient_sq):
+            norms.send(0, (shard.store.version, link.comm.rank, shard.gradient_sq))
+    norms.free()

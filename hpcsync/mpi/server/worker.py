@@ -124,7 +124,12 @@ class Worker(Stateful):
         return self.machine.is_cancelled
 
     def push(
-        self, loss: float, lr: float = math.nan, problem: int = 0, rates: Sequence[tuple[int, float]] = ()
+        self,
+        loss: float,
+        lr: float = math.nan,
+        problem: int = 0,
+        rates: Sequence[tuple[int, float]] = (),
+        gradient_sq: float = math.nan,
     ) -> None:
         """Push the contribution of the iteration, wait for the grant and read the next weights, if the run goes on.
 
@@ -138,10 +143,12 @@ class Worker(Stateful):
             What is wrong with the step (`records.Problem`).
         rates
             Parameter groups whose learning rates have changed, and these rates.
+        gradient_sq
+            Squared norm of the contribution; NaN: it is no gradient.
         """
         self._link.phases.enter(Phase.PUSHING)
         encode_s, put_s, n_bytes = self._put() if self.machine.share == 1.0 else (0.0, 0.0, 0)
-        push_info = self.machine.delivered(loss, encode_s, put_s, n_bytes, lr, problem)
+        push_info = self.machine.delivered(loss, encode_s, put_s, n_bytes, lr, problem, gradient_sq)
         if self._buffers is not None:
             self._link.buffers.put(push_info.worker, push_info.iteration, self._buffers.packed())
         for change in rates:
@@ -314,7 +321,9 @@ class WorkerSession(LinkedSession):
     def _push(self) -> None:
         """Push the contribution, and continue with the weights read after it."""
         lr, rates = self._rates()
-        self._engine.push(self._contribution.prepare(), lr, self._take_problem(), rates)
+        loss = self._contribution.prepare()
+        gradient_sq = self._contribution.gradient_sq() if self._machine.share == 1.0 else math.nan
+        self._engine.push(loss, lr, self._take_problem(), rates, gradient_sq)
         self._continue()
 
     def _continue(self) -> None:

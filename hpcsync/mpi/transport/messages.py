@@ -7,6 +7,7 @@
 | server 0, worker        | CANCEL    | the worker may abandon work based on `version` or an earlier one              |
 | every server, a reader  | COMMAND   | the reader may read a buffer of this server, put into a slot, or save         |
 | worker, server 0        | SLOT      | a slot is wanted for the next push, if there are fewer slots than workers     |
+| other servers, server 0 | NORM      | the squared norm of this server's part of the gradient of an update           |
 
 Without servers, rank 0's monitor takes the place of server 0:
 
@@ -31,6 +32,7 @@ TAG_MODEL = 6  # clock.TAG is 5
 TAG_CANCEL = 7
 TAG_ACTIVATION = 8
 TAG_SLOT = 9
+TAG_NORM = 10
 
 
 class InfoKind(IntEnum):
@@ -166,6 +168,7 @@ PUSH_INFO = layout(["i1", *_types(PushInfo)[1:]])  # without `now_s`, which serv
 COMMAND = _layout(CommandRecord)
 CANCEL = _layout(Serial)  # version
 SLOT = _layout(Number)  # worker
+NORM = _layout(Serial, Number, Value)  # version, server, squared norm
 STEP_INFO = _layout(Kind, StepInfo)
 PEER_COMMAND = _layout(Kind, Number)
 # Worker, piece; whether no worker makes an iteration after this one, and whether workers halt before the next one.

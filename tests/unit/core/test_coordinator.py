@@ -152,9 +152,10 @@ def test_a_push_info_is_recorded_unchanged():
         encode_s=0.5,
         load_s=0.03125,
         lr=0.3,
+        gradient_sq=0.7,
     )
     (row,) = run.trace["pushes"]
-    said = [1.5, 2.0, 0.5, 0.25, 0.125, 5, 1, 0.75, 800, 0.5, 3.0, 0.25, 0.0625, 0.5, 0.03125, 0.3, 0]
+    said = [1.5, 2.0, 0.5, 0.25, 0.125, 5, 1, 0.75, 800, 0.5, 3.0, 0.25, 0.0625, 0.5, 0.03125, 0.3, 0, 0.7]
     assert list(row.values()) == [1, 2.0, 0, 1, 0, 0, *said, 1.0, Outcome.APPLIED]
     assert run.coordinator.last_loss == 0.75
     assert run.coordinator.updated_s == 2.0

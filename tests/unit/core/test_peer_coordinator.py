@@ -46,7 +46,7 @@ def test_each_step_of_a_worker_of_its_own_is_an_update():
     run, trace = coordinator(optimizer={"name": "sgd", "lr": 1.0, "schedule": schedule})
     for now_s, (worker, iteration) in enumerate([(0, 1), (0, 2), (1, 1), (0, 3)]):
         run.exchanged(float(now_s), step_info(worker, iteration))
-    updates = [tuple(row.values()) for row in trace["updates"]]
+    updates = [tuple(row.values())[:5] for row in trace["updates"]]
     # The clock of a worker's schedule extrapolates its own samples to all workers: 0, 8, 0, 16 samples.
     assert updates == [(1, 0.0, 1, 1.0, 4), (2, 1.0, 1, 0.5, 8), (3, 2.0, 1, 1.0, 12), (4, 3.0, 1, 0.25, 16)]
     assert (run.version, run.samples, run.updated_s) == (4, 16, 3.0)
@@ -60,7 +60,7 @@ def test_under_all_reduce_the_steps_of_all_are_one():
     run.exchanged(2.0, step_info(0, 1, peer=ALL_PEERS))
     run.exchanged(3.0, step_info(0, 2, peer=ALL_PEERS))
     run.exchanged(4.0, step_info(1, 2, peer=ALL_PEERS))
-    assert [tuple(row.values()) for row in trace["updates"]] == [(1, 2.0, 2, 1.0, 8), (2, 4.0, 2, 0.5, 16)]
+    assert [tuple(row.values())[:5] for row in trace["updates"]] == [(1, 2.0, 2, 1.0, 8), (2, 4.0, 2, 0.5, 16)]
     assert len(trace["exchanges"]) == 4
 
 
@@ -70,7 +70,7 @@ def test_a_worker_that_leaves_blocks_no_round():
         run.exchanged(1.0, step_info(worker, 1))
     assert run.version == 0
     run.left(2.0, 2)
-    assert [tuple(row.values()) for row in trace["updates"]] == [(1, 2.0, 2, 0.1, 8)]
+    assert [tuple(row.values())[:5] for row in trace["updates"]] == [(1, 2.0, 2, 0.1, 8)]
     run.exchanged(3.0, step_info(0, 2))
     run.left(4.0, 0)  # after its second iteration, which worker 1 has not reported
     assert run.version == 1

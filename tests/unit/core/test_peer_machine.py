@@ -322,11 +322,14 @@ def test_only_a_single_worker_counts_by_itself(workers):
 def test_a_step_info_has_what_both_know():
     this = machine(gossip("push-sum"))
     Engine(this).advance()
-    info = this.step_info(ExchangeResult(1, 40, 2), 1.0, 2.0, 0.75, 0.25, 0.125, N_SAMPLES, 0.5, 0.0625, 0.3, 1)
+    info = this.step_info(
+        ExchangeResult(1, 40, 2), 1.0, 2.0, 0.75, 0.25, 0.125, N_SAMPLES, 0.5, 0.0625, 0.3, 1, (2.0, 1.5)
+    )
     assert info._asdict() == {
         "worker": 0, "iteration": 1, "peer": 1, "wire_bytes": 40, "compute_s": 0.75, "wait_s": 0.25, "comm_s": 0.125,
         "loss": 0.5, "batch_size": N_SAMPLES, "begin_s": 1.0, "end_s": 2.0, "n_received": 2,
         "weight": this.update.weight, "load_s": 0.0625, "lr": 0.3, "problem": 1,
+        "gradient_sq": 2.0, "mean_gradient_sq": 1.5,
     }  # fmt: skip
 
 

@@ -14,7 +14,27 @@ from hpcsync.trace.schema import SCHEMA, TABLES
 
 GRANT = Grant(3, 7, 12, 2, 1, 0.25, 64, 24, 3, 0.5, 0.1)
 PUSH_INFO = PushInfo(
-    2.0, 1, 4, 3, 0.5, 1.0, 0.5, 0.25, 0.125, 8, 2, 1.5, 800, 0.5, 0.1, 0.2, 0.0625, 0.03, lr=0.3, problem=1
+    2.0,
+    1,
+    4,
+    3,
+    0.5,
+    1.0,
+    0.5,
+    0.25,
+    0.125,
+    8,
+    2,
+    1.5,
+    800,
+    0.5,
+    0.1,
+    0.2,
+    0.0625,
+    0.03,
+    lr=0.3,
+    problem=1,
+    gradient_sq=0.7,
 )
 
 
@@ -61,7 +81,7 @@ def test_a_push_info_survives_its_message_except_for_the_time_that_the_server_se
 
 
 def test_a_step_info_survives_its_message_and_its_row():
-    step_info = StepInfo(3, 7, 2, 800, 0.5, 0.25, 0.125, 1.5, 8, 1.0, 2.25, 4, 0.75, 0.0625, 0.3, 5)
+    step_info = StepInfo(3, 7, 2, 800, 0.5, 0.25, 0.125, 1.5, 8, 1.0, 2.25, 4, 0.75, 0.0625, 0.3, 5, 0.7, 0.6)
     record = through(messages.STEP_INFO, (messages.StepInfoKind.STEPPED, *step_info))
     assert StepInfo(*record[1:]) == step_info
     row = np.array([(9.0, *step_info)], TABLES["exchanges"])[0]

@@ -106,7 +106,7 @@ def train(folder: Path) -> None:
     while True:
         for _ in range(3):
             version += 1
-            trace.append("updates", (version, float(version), 1, 0.1, version))
+            trace.append("updates", (version, float(version), 1, 0.1, version, 0.5))
         trace.flush()
         number += 1
         store.begin(number)

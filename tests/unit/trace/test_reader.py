@@ -7,12 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import h5py
 import numpy as np
+import numpy.lib.recfunctions as rfn
 import pytest
 
 import hpcsync
 from hpcsync.trace import reader
 from hpcsync.trace.reader import TraceError
-from hpcsync.trace.schema import TABLES
+from hpcsync.trace.schema import ADDED, CHECKSUM, TABLES, checksum
 from hpcsync.trace.writer import TraceWriter
 from tests.unit.trace.recorder import attributes, job_of, play
 
@@ -275,21 +276,59 @@ def test_settle_needs_a_final_status(path, wrong):
         reader.settle(path, wrong)
 
 
-def _without_releases(path):
-    """Turn the trace into one of format version 7."""
+def _as_of_version(path, version):
+    """Turn the trace into one of this format version, with the checksums of its rows if that has them."""
     with h5py.File(path, "r+") as file:
-        rows = file["grants"][:]
-        kept = [name for name in rows.dtype.names if name != "released_by"]
-        del file["grants"]
-        file.create_dataset("grants", data=rows[kept].copy(), maxshape=(None,), chunks=(100,))
-        file.attrs["format_version"] = 7
+        flushed = file.attrs["flushed_rows"]
+        for table in TABLES:
+            rows = file[table][:]
+            kept = [name for name in rows.dtype.names if ADDED.get(name, 0) <= version]
+            if len(kept) == len(rows.dtype.names):
+                continue
+            rows = rfn.repack_fields(rows[kept])
+            del file[table]
+            file.create_dataset(table, data=rows, maxshape=(None,), chunks=(100,))
+            flushed[f"{table}{CHECKSUM}"] = checksum(rows)
+        kept = [name for name in flushed.dtype.names if version > 7 or not name.endswith(CHECKSUM)]
+        del file.attrs["flushed_rows"]
+        file.attrs["flushed_rows"] = rfn.repack_fields(flushed[kept])
+        file.attrs["format_version"] = version
+
+
+def test_a_trace_of_format_version_8_is_read_audited_and_resumed(path):
+    before = reader.load(path)
+    pushes, updates = before.tables["pushes"], before.tables["updates"]
+    _as_of_version(path, 8)
+    trace = reader.load(path)
+    assert trace.altered == ()
+    assert np.isnan(trace.tables["pushes"]["gradient_sq"]).all()
+    assert np.isnan(trace.tables["updates"]["gradient_sq"]).all()
+    for name in set(pushes.dtype.names) - {"gradient_sq"}:
+        assert trace.tables["pushes"][name].tobytes() == pushes[name].tobytes()
+    with reader.opened(path, slice_rows=4) as file:
+        file.verify()
+        n_rows, described = dict(file.n_rows), {**file.attributes, "hosts": ""}
+    with h5py.File(path, "r+") as file:
+        file.attrs["created"], file.attrs["hosts"] = "", ""
+        wrong = file["updates"][:]
+    with TraceWriter(path, described, resumed_rows=n_rows):
+        pass
+    trace = reader.load(path)
+    assert (trace.attributes["format_version"], trace.altered) == (9, ())
+    assert trace.tables["updates"]["lr"].tobytes() == updates["lr"].tobytes()
+    # The control: a changed value of an old trace is found.
+    _as_of_version(path, 8)
+    with h5py.File(path, "r+") as file:
+        wrong["lr"][0] += 1
+        file["updates"][...] = wrong
+    assert reader.load(path).altered == ("updates",)
 
 
 def test_a_trace_of_format_version_7_is_read_and_resumed(path, tmp_path):
     grants = reader.load(path).tables["grants"]
     assert (grants["released_by"] != 0).all()
     grants["released_by"] = 0
-    _without_releases(path)
+    _as_of_version(path, 7)
     assert reader.load(path).tables["grants"].tobytes() == grants.tobytes()
     with reader.opened(path, slice_rows=4) as file:
         assert np.concatenate(list(file.slices("grants"))).tobytes() == grants.tobytes()
@@ -299,5 +338,5 @@ def test_a_trace_of_format_version_7_is_read_and_resumed(path, tmp_path):
     with TraceWriter(path, described, resumed_rows=n_rows):
         pass
     trace = reader.load(path)
-    assert trace.attributes["format_version"] == 8
+    assert trace.attributes["format_version"] == 9
     assert trace.tables["grants"].tobytes() == grants.tobytes()

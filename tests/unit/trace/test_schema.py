@@ -86,7 +86,14 @@ def test_names_of_quantities_end_in_their_unit():
 def test_record_types_follow_from_the_declaration():
     assert TABLES.keys() == SCHEMA.keys()
     assert TABLES["updates"] == np.dtype(
-        [("version", "<i8"), ("now_s", "<f8"), ("n_contributions", "<i4"), ("lr", "<f8"), ("samples", "<i8")]
+        [
+            ("version", "<i8"),
+            ("now_s", "<f8"),
+            ("n_contributions", "<i4"),
+            ("lr", "<f8"),
+            ("samples", "<i8"),
+            ("gradient_sq", "<f8"),
+        ]
     )
     assert schema.decisions_table({"r": ("1", "R.")}).dtype == schema.decisions_dtype(["r"])
     assert ENUMS.keys() <= {column.name for table in SCHEMA.values() for column in table.columns}

@@ -51,6 +51,7 @@ PUSH = (
     0.02,
     0.1,
     0,
+    0.25,
     1.0,
     0,
 )
@@ -72,9 +73,9 @@ def test_rows_come_back_as_they_were_appended(path):
     rows = {
         "pushes": PUSH,
         "grants": GRANT,
-        "updates": (1, 0.5, 1, 0.1, 32),
+        "updates": (1, 0.5, 1, 0.1, 32, 0.5),
         "decisions": (3, 0.6, "dssp", 1, 4.0, 2.0, float("inf")),
-        "exchanges": (0.6, 1, 1, 0, 4096, 0.3, 0.0, 0.1, 2.5, 32, 0.1, 0.4, 1, 1.0, 0.02, 0.1, 0),
+        "exchanges": (0.6, 1, 1, 0, 4096, 0.3, 0.0, 0.1, 2.5, 32, 0.1, 0.4, 1, 1.0, 0.02, 0.1, 0, 0.5, 0.4),
         "rates": (0.6, 1, 3, 1, 0.01),
         "evaluations": (0.5, 1, 32, 0.7, 0.9, 0.25),
         "membership": (4, 0.7, 0, 0),
@@ -97,7 +98,7 @@ def test_attributes(path):
     with TraceWriter(path, ATTRIBUTES):
         assert reader.load(path).attributes == {
             "format": "hpcsync-trace",
-            "format_version": 8,
+            "format_version": 9,
             "status": "running",
             "tracing_overhead_s": 0.0,
             "paradigm": "asp",
@@ -187,7 +188,7 @@ def test_more_rows_than_fit_in_memory(path, monkeypatch):
         for seq in range(1000):
             trace.append("grants", (seq, *GRANT[1:]))
             if seq % 3 == 0:
-                trace.append("updates", (seq, 0.0, 1, 0.1, 32))
+                trace.append("updates", (seq, 0.0, 1, 0.1, 32, 0.5))
         on_disk = reader.load(path)
         assert len(on_disk.tables["grants"]) == 128 * 7
         assert len(on_disk.tables["updates"]) == -(-128 * 7 // 3), "all tables are flushed together"
@@ -233,7 +234,7 @@ try:
             trace.append("pushes", (seq, *PUSH[1:]))
             if others:
                 trace.append("grants", GRANT)
-                trace.append("updates", (1, 0.5, 1, 0.1, 32))
+                trace.append("updates", (1, 0.5, 1, 0.1, 32, 0.5))
                 trace.append("decisions", (3, 0.6, "dssp", 1, 4.0))
                 trace.append("clocks", (0, 1, "node-1", 1e-3, 1e-6))
             if seq % rows_a_flush == 0:
@@ -325,7 +326,7 @@ def _write_until_killed(path, flushed):
     while True:
         for _ in range(1 + n_rows % 13):
             trace.append("pushes", (n_rows, *PUSH[1:]))
-            trace.append("updates", (n_rows, 0.5, 1, 0.1, 32))
+            trace.append("updates", (n_rows, 0.5, 1, 0.1, 32, 0.5))
             n_rows += 1
         trace.flush()
         flushed[:8] = struct.pack("q", n_rows)
