@@ -154,8 +154,8 @@ def test_a_server_that_computes_otherwise_is_found(tmp_path: Path, monkeypatch: 
     """Every decision is right, and so every other check passes."""
     apply = Store.apply
 
-    def half(self: Store, workers: Any, lr: float, *others: Any) -> None:
-        apply(self, workers, 0.5 * lr, *others)
+    def half(self: Store, workers: Any, lr: float, *others: Any) -> float:
+        return apply(self, workers, 0.5 * lr, *others)
 
     with monkeypatch.context() as patch:
         patch.setattr(Store, "apply", half)
@@ -189,7 +189,7 @@ def test_the_command(trace: Trace, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["audit", str(trace.path.parent), "--recompute"])
     assert result.exit_code == 0
     assert all(name in result.stdout for name in (ROWS, WEIGHTS))
-    assert "all 36 checks passed" in result.stdout
+    assert "all 38 checks passed" in result.stdout
     gossip = trained(tmp_path, job({"name": "gossip", "mode": "pull"}))
     assert CliRunner().invoke(app, ["audit", str(gossip.path), "--recompute"]).exit_code == 0, "simulated again"
     with h5py.File(gossip.path, "r+") as file:
