@@ -36,6 +36,8 @@ SECTIONS = {
     "training script.",
     "evaluation": "Evaluation during the run. It takes place beside the servers and delays no worker; without servers, "
     "rank 0 evaluates beside its own training.",
+    "predicted": "What [`hpcsync advise`](../how-to/advise.md) predicts of the job that it writes. The summary and the "
+    "report put it beside what came; nothing else uses it. `--set` drops it, unless it only changes the seed.",
     "checkpoint": "Checkpoints. [Resume and checkpoints](../how-to/resume.md) describes their use.",
     "paradigm": "The synchronisation paradigm. `name` selects it. [Paradigms](../paradigms/index.md) has a page for "
     "each one.",
@@ -143,6 +145,10 @@ KEYS = {
     "which it ends: those of the first active worker, the mean over the active workers, or the first worker's with "
     "BatchNorm's statistics recomputed from 32 batches of the training data. "
     "See [Models with BatchNorm](../how-to/workload.md#models-with-batchnorm).",
+    "predicted.seconds": "Mean time to the target.",
+    "predicted.low_s": "With `high_s`: the interval in which a run should lie with a probability of 80 %.",
+    "predicted.high_s": "See `low_s`.",
+    "predicted.samples_per_s": "Samples trained a second.",
     "checkpoint.seconds": "Seconds between two checkpoints; 0: only by `updates` and signals.",
     "checkpoint.updates": "Updates between two checkpoints, if that is sooner.",
     "checkpoint.keep": "Newest checkpoints that are kept.",

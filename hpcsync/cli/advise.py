@@ -120,6 +120,7 @@ class _Adviser:
         table["seed"] = seed
         table["paradigm"] = trained.candidate.paradigm
         table.pop("batches", None)
+        table.pop("predicted", None)
         if trained.candidate.batches:
             table["batches"] = trained.candidate.batches
         optimizer, cluster = table["optimizer"], table["cluster"]
@@ -332,10 +333,12 @@ class _Adviser:
             )
         lines += self._unknown()
         factors = {label: trained.factor for label, trained in chosen.items()}
-        job_file = None
+        job_file, predicted = None, {}
         if advice.advised is not None:
+            predicted = reports.prediction(last.summaries[chosen[advice.advised]].values())
             job_file = self._out / "advised.toml"
-            job_file.write_text(self._advised(chosen[advice.advised]).to_toml(), encoding="utf-8")
+            advised = self._advised(chosen[advice.advised], predicted)
+            job_file.write_text(advised.to_toml(), encoding="utf-8")
             lines.append(f"Job file: {job_file}")
         found = {
             "advised": advice.advised,
@@ -346,6 +349,7 @@ class _Adviser:
             "share": last.share,
             "times": "the job's cluster" if self._trace is None else str(self._trace.path),
             "lr_factors": factors,
+            "predicted": predicted,
             "ranking": reports.numbers(advice),
             "left_out": self._left_out,
             "simulated": self._n_simulated,
@@ -364,7 +368,12 @@ class _Adviser:
         return 0 if advice.advised is not None else 1
 
     def _unknown(self) -> Iterator[str]:
-        """Yield what the advice does not know."""
+        """Yield what came of an earlier prediction, and what the advice does not know."""
+        if self._trace is not None:
+            from hpcsync.report.summary import beside_prediction, summarize
+
+            if said := beside_prediction(summarize(self._trace)):
+                yield f"Of {self._trace.path.parent.name} was predicted: {said}."
         if self._trace is None:
             yield "Times are those of the job's [cluster]; --from RUN takes measured ones."
         elif "network" not in tomllib.loads(self._job.to_toml())["cluster"]:
@@ -372,8 +381,8 @@ class _Adviser:
         for label, reason in self._left_out.items():
             yield f"Not tried: {label} ({reason})."
 
-    def _advised(self, trained: Trained) -> Job:
-        """Return the job to run: the user's, with the advised paradigm and learning rate."""
+    def _advised(self, trained: Trained, predicted: Mapping[str, float]) -> Job:
+        """Return the job to run: the user's, with the advised paradigm and learning rate, and its prediction."""
         table = self._table(trained, self._job.seed, 1.0)
         own = tomllib.loads(self._job.to_toml())
         servers = table["cluster"].get("servers")
@@ -381,7 +390,7 @@ class _Adviser:
             own["stop"],
             own["cluster"] | ({} if servers is None else {"servers": servers}),
         )
-        return Job.from_table(table)
+        return Job.from_table(table | ({"predicted": predicted} if predicted else {}))
 
 
 def _best_rates(

@@ -26,6 +26,7 @@ from hpcsync.config.compression import CompressionOptions, DenseOptions, takes_r
 from hpcsync.config.errors import JobError, in_one_line, shown
 from hpcsync.config.optimizer import Optimizer, Schedule
 from hpcsync.config.paradigms import ParadigmTable, options_suit
+from hpcsync.config.predicted import Prediction
 from hpcsync.config.workloads import WORKLOADS, Cifar, Script, WorkloadOptions
 from hpcsync.paradigms import OPTIONS, ParadigmOptions
 from hpcsync.planning.layer_groups import Groups
@@ -111,6 +112,7 @@ class Job(Table):
     batches: Batches = Batches(policy="equal")
     compression: CompressionOptions = DenseOptions(name="none")
     cluster: Cluster = Cluster()
+    predicted: Prediction | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -390,6 +392,8 @@ def load(path: str | Path, overrides: Sequence[str] = (), ranks: int | None = No
     table = _parse(text, str(path))
     override(table, overrides)
     _check_values(table, "--set")
+    if any(not text.startswith("seed=") for text in overrides):
+        table.pop("predicted", None)  # that of another job
     if ranks is not None:
         _set_workers(table, ranks)
     job = Job.from_table(table)

@@ -15,9 +15,11 @@ from hpcsync.html_report.run_data import RunData, runs_with
 from hpcsync.html_report.svg import number
 from hpcsync.report import variants
 from hpcsync.report.citations import bibtex, references, software
+from hpcsync.report.summary import beside_prediction
 from hpcsync.report.variants import Variants
 from hpcsync.trace.schema import Change, Phase
 
+PREDICTED = 10  # runs whose predictions are named
 SHOWN = 8  # variants in figures, and with a figure of their own
 CONDITIONS = 6  # with figures
 ROWS = 300  # of a table of numbers, evenly spaced
@@ -111,6 +113,11 @@ def _facts(groups: Sequence[Group], runs: Sequence[RunData]) -> list[tuple[str, 
     facts += [("engine", " and ".join(engines.get(word, word) for word in runs_with(runs, "engine")))]
     if len(groups) == 1 and first.target:
         facts.append(("target", first.target))
+    facts += [
+        (f"predicted, seed {run.job.seed}", said)
+        for run in runs[:PREDICTED]
+        if (said := beside_prediction(run.summary))
+    ]
     passed = [all(check.passed for check in run.checks) for run in runs if run.checks is not None]
     facts.append(("audits passed", f"{sum(passed):,} of {len(passed):,}" if passed else "none made"))
     return facts

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rich.table import Table
@@ -56,6 +57,27 @@ def conclude(found: Variants, order: Sequence[str]) -> Advice:
             alike.add(row.label)
     ordered = tuple(label for label in order if label in alike)
     return Advice(ordered[0], ordered, tuple(ranking))
+
+
+def prediction(runs: Iterable[Summary]) -> dict[str, float]:
+    """Return the `[predicted]` of a job file from runs that reached the target; empty if one of them did not.
+
+    The interval is that in which one further run should lie with a probability of 80 %, by Student's distribution.
+    """
+    from scipy.stats import t
+
+    runs = list(runs)
+    times = [run.time_to_target_s for run in runs if run.time_to_target_s is not None]
+    if not times or len(times) < len(runs):
+        return {}
+    mean = sum(times) / len(times)
+    found = {"seconds": mean}
+    if len(times) > 1:
+        spread = math.sqrt(sum((time - mean) ** 2 for time in times) / (len(times) - 1) * (1 + 1 / len(times)))
+        half = spread * float(t.ppf(0.9, len(times) - 1))
+        found |= {"low_s": max(1e-3 * mean, mean - half), "high_s": mean + half}
+    speeds = [run.samples_per_s for run in runs if run.samples_per_s]
+    return found | ({"samples_per_s": sum(speeds) / len(speeds)} if speeds else {})
 
 
 def why(advised: Mapping[int, Summary], reference: Mapping[int, Summary], name: str) -> str:

@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hpcsync.config.cluster import ClusterEvent
+from hpcsync.config.predicted import Prediction
 from hpcsync.report.aggregate import Tally
 from hpcsync.report.lead import push_leads
 from hpcsync.trace import schema
@@ -119,6 +120,8 @@ class Summary(BaseModel):
         workers that committed most and least.
     encode_share
         Share of all workers' time spent on compression.
+    predicted
+        What `hpcsync advise` predicted of the job, if it has written it.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -132,6 +135,7 @@ class Summary(BaseModel):
     n_workers: int
     target: str | None
     time_to_target_s: float | None
+    predicted: Prediction | None
     events: int
     events_missed: tuple[str, ...]
     duration_s: float
@@ -202,6 +206,7 @@ def summarize(trace: Trace | TraceFile) -> Summary:
         events=len(trace.job.cluster.events),
         events_missed=tuple(_in_words(event) for event in trace.job.cluster.events if not tally.has_occurred(event)),
         time_to_target_s=time_to_target_s,
+        predicted=trace.job.predicted,
         duration_s=tally.duration_s,
         updates=tally.updates,
         samples=tally.samples,
@@ -222,6 +227,22 @@ def summarize(trace: Trace | TraceFile) -> Summary:
         **tally.about_k(),
         **tally.about_commits(),
     )
+
+
+def beside_prediction(summary: Summary) -> str:
+    """Return in words what was predicted of the run and what came of it; empty without a prediction."""
+    predicted = summary.predicted
+    if predicted is None:
+        return ""
+    said = f"{predicted.seconds:.2f} s to the target"
+    if predicted.low_s is not None:
+        said += f" ({predicted.low_s:.2f} to {predicted.high_s:.2f} s, 80 %)"
+    came = "did not reach it"
+    if summary.time_to_target_s is not None:
+        came = f"took {summary.time_to_target_s / predicted.seconds:.2f} times as long"
+    if predicted.samples_per_s and summary.samples_per_s:
+        came += f", trained {summary.samples_per_s / predicted.samples_per_s:.2f} times as many samples a second"
+    return f"{said}; it {came}"
 
 
 def _workers(tally: Tally, push_leads: np.ndarray | None) -> Iterator[WorkerSummary]:
@@ -292,6 +313,8 @@ def _head(summary: Summary) -> RenderableType:
     if summary.target:
         reached = "not reached" if summary.time_to_target_s is None else f"after {summary.time_to_target_s:.2f} s"
         head.add_row("target", f"{summary.target} {reached}")
+    if predicted := beside_prediction(summary):
+        head.add_row("predicted", predicted)
     if summary.events_missed:
         head.add_row("events", _missed(summary.events_missed, summary.events))
     head.add_row("time", f"{summary.duration_s:.2f} s (tracing took {_tiny(summary.tracing_overhead_s)})")

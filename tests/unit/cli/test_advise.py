@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import html
 import json
 import sys
 from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from hpcsync.cli import advise
+from hpcsync.cli import advise, report
 from hpcsync.cli.advise import Asked, main
 from hpcsync.config import job as jobs
 from hpcsync.config.errors import JobError
+from hpcsync.report.summary import beside_prediction, summarize
 from hpcsync.run_dir import layout
+from hpcsync.simulator import measured_cluster
+from hpcsync.simulator.simulate import simulate
+from hpcsync.trace.reader import load
 
 JOB = """
 name = "small"
@@ -91,10 +97,6 @@ def test_the_same_command_simulates_nothing_again_and_says_the_same(job, tmp_pat
 
 
 def test_times_of_a_run_replace_those_of_the_job(job, tmp_path, capsys):
-    from rich.console import Console
-
-    from hpcsync.simulator.simulate import simulate
-
     measured = jobs.load(job, [STRAGGLER, "stop={updates = 60}", "paradigm.name='asp'", "stop.updates=900"])
     assert simulate(measured, tmp_path / "run", Console(quiet=True)) == 0
     out = tmp_path / "out"
@@ -158,3 +160,33 @@ def test_candidates_that_do_not_suit_the_job_are_named_with_the_reason(job, tmp_
     assert "Not tried: k-sync k=4 (paradigm.k = 4: must be" in capsys.readouterr().out
     with pytest.raises(JobError, match="fewer than two candidates suit the job"):
         main(job, Asked(paradigms=("bsp", "nothing"), out=tmp_path / "out"))
+
+
+def test_a_run_of_the_advised_job_is_put_beside_its_prediction(job, tmp_path, capsys, monkeypatch):
+    """In the summary, in the report, and by the next advice, which has the run's own times."""
+    out, asked = tmp_path / "out", Asked(paradigms=("bsp", "asp"), out=tmp_path / "out")
+    assert main(job, asked) == 0
+    predicted = advised(out)["predicted"]
+    written = jobs.load(out / "advised.toml")
+    assert written.predicted is not None and written.predicted.seconds == predicted["seconds"]
+    assert 0 < predicted["low_s"] < predicted["seconds"] < predicted["high_s"]
+    assert jobs.load(out / "advised.toml", ["seed=3"]).predicted == written.predicted
+    assert jobs.load(out / "advised.toml", ["workload.batch_size=2"]).predicted is None, "that is another job"
+    assert simulate(written, tmp_path / "run", Console(quiet=True)) == 0
+    summary = summarize(load(tmp_path / "run"))
+    assert summary.predicted == written.predicted and summary.time_to_target_s
+    said = beside_prediction(summary)
+    assert f"took {summary.time_to_target_s / predicted['seconds']:.2f} times as long" in said
+    assert report.main([tmp_path / "run"], tmp_path / "report.html") == 0
+    assert said in html.unescape((tmp_path / "report.html").read_text())
+    capsys.readouterr()
+    monkeypatch.setattr(measured_cluster, "LEAST", 2)
+    again = Asked(paradigms=("bsp", "asp"), measured=tmp_path / "run", out=tmp_path / "again")
+    assert main(out / "advised.toml", again) == 0
+    assert f"Of run was predicted: {said}." in capsys.readouterr().out
+    assert advised(tmp_path / "again")["predicted"]["seconds"] != predicted["seconds"], "the estimate is a new one"
+
+
+def test_without_a_prediction_there_is_no_line(job, tmp_path):
+    assert simulate(jobs.load(job), tmp_path / "run", Console(quiet=True)) == 0
+    assert beside_prediction(summarize(load(tmp_path / "run"))) == ""

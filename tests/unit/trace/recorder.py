@@ -212,7 +212,16 @@ def record(paradigm, seconds=(1.0, 1.3, 2.1), *, updates=40, target="", stop_s=N
     return as_trace(job, rows.rows, fields)
 
 
+def with_norms(table, row):
+    """Return a row with unknown norms of gradients where it was written without them."""
+    lacks = len(TABLES[table]) - len(row)
+    if table == "pushes" and lacks == 1:
+        return (*row[:-2], math.nan, *row[-2:])
+    return (*row, *(math.nan,) * lacks) if table in ("updates", "exchanges") else row
+
+
 def as_trace(job, rows, decision_fields=(), status="finished"):
+    rows = [(table, with_norms(table, row)) for table, row in rows]
     dtypes = {**TABLES, "decisions": decisions_dtype(decision_fields)}
     tables = {name: np.array([row for table, row in rows if table == name], dtype) for name, dtype in dtypes.items()}
     tables["pushes"] = np.sort(tables["pushes"], order="seq")
