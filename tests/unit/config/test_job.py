@@ -298,7 +298,7 @@ A_NAME = "must be letters, digits and . _ + - (it names the folder of a run), su
 MISTAKES = {
     # unknown and missing keys
     "sed=3": "sed = 3: unknown key; must be one of name, seed, workload, optimizer, stop, evaluation, checkpoint, "
-    "paradigm, batches, compression, cluster; did you mean seed?",
+    "paradigm, batches, compression, cluster, predicted; did you mean seed?",
     "paradigm.stalenes_max=2": "paradigm.stalenes_max = 2: unknown key; must be one of name, staleness_min, "
     "staleness_max, mode, enforce_max, first_costs, interval_begin, overdue; did you mean staleness_max?",
     "paradigm.name=ssp": "paradigm.staleness: missing; must be a whole number of at least 0, or inf",
