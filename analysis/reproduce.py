@@ -16,6 +16,7 @@ from reproductions import ashl as ashl_paper
 from reproductions import dssp as dssp_paper
 from reproductions import dssp_map, dssp_map_real, first_k, first_k_real, stanza_real
 from reproductions import gossip as gossip_paper
+from reproductions import law as law_of_delay
 from reproductions import stanza as stanza_paper
 
 CORES = len(os.sched_getaffinity(0))
@@ -94,6 +95,16 @@ def stanza(
         stanza_real.reproduce(out or Path("reproductions/stanza-real"), seeds, Console())
     else:
         stanza_paper.reproduce(out or Path("reproductions/stanza"), seeds, processes, Console())
+
+
+@app.command()
+def law(
+    out: Out = None,
+    seeds: Seeds = 2,
+    processes: Processes = CORES,
+) -> None:
+    """Gradients to a target from batch, delay and gradient noise (McCandlish et al., 2018; Koloskova et al., 2022)."""
+    law_of_delay.reproduce(out or Path("reproductions/law"), seeds, processes, Console())
 
 
 if __name__ == "__main__":
