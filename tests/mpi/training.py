@@ -108,6 +108,8 @@ def _set(parameters: list[torch.nn.Parameter], values: list[torch.Tensor]) -> No
 class Nothing:
     def append(self, table: str, row: Any) -> None: ...
 
+    def amend(self, table: str, back: int, column: str, value: float) -> None: ...
+
 
 def simulated(job: Job) -> np.ndarray:
     """The final weights of this job in virtual time."""

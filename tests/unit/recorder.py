@@ -22,6 +22,11 @@ class Recorder:
     def append(self, table: str, row: tuple[Any, ...]) -> None:
         self.rows.append((table, row))
 
+    def amend(self, table: str, back: int, column: str, value: float) -> None:
+        place = [at for at, (name, _) in enumerate(self.rows) if name == table][-1 - back]
+        row = self.named(table, self.rows[place][1]) | {column: value}
+        self.rows[place] = (table, tuple(row.values()))
+
     def flush(self) -> None:
         pass
 
@@ -45,4 +50,7 @@ class Nothing:
     """A trace that discards its rows."""
 
     def append(self, table: str, row: tuple[Any, ...]) -> None:
+        pass
+
+    def amend(self, table: str, back: int, column: str, value: float) -> None:
         pass

@@ -64,17 +64,17 @@ def test_the_best_factor_is_that_of_the_fewest_gradients():
 
 
 def test_one_setting_is_measured_and_nothing_is_simulated_twice(tmp_path, monkeypatch):
-    monkeypatch.setattr(law, "TARGET", 0.5)
+    monkeypatch.setattr(law, "TARGET", 0.3)
     monkeypatch.setattr(law, "FACTORS", (1.0,))
     monkeypatch.setattr(law, "METHODS", {name: METHODS[name] for name in ("BSP", "ASP")})
     setting, quiet = Setting(2, 8, 0.0), Console(quiet=True)
-    found = law.reproduce(tmp_path, 1, 1, quiet, samples=4000, of=[setting])
+    found = law.reproduce(tmp_path, 1, 1, quiet, samples=12_000, of=[setting])
     assert set(found["method"]) == {"BSP", "ASP"} and (found["phi"] > 0).all()
     assert (tmp_path / "law.png").exists() and (tmp_path / "claims.csv").exists()
     asp = found[found["method"] == "ASP"].iloc[0]
     trace = load(tmp_path / "runs" / f"{setting}" / "ASP" / f"{asp['factor']:g}" / str(law.FIRST_SEED))
-    first = trace.tables["evaluations"]["version"][trace.tables["evaluations"]["accuracy"] >= 0.5][0]
+    first = trace.tables["evaluations"]["version"][trace.tables["evaluations"]["accuracy"] >= 0.3][0]
     assert asp["gradients"] == first  # one gradient an update
     made_at = {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/**/summary.json")}
-    law.reproduce(tmp_path, 1, 1, quiet, samples=4000, of=[setting])
+    law.reproduce(tmp_path, 1, 1, quiet, samples=12_000, of=[setting])
     assert made_at == {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/**/summary.json")}
