@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
+from matplotlib.ticker import FixedLocator
 from rich.console import Console
 from scipy import stats
 from scipy.optimize import minimize
@@ -171,21 +172,35 @@ def error(runs: pd.DataFrame, variant: str) -> float:
     return float(np.exp(np.sqrt((np.log(runs[variant] / runs["gradients"]) ** 2).mean())))
 
 
+def error_elsewhere(runs: pd.DataFrame, column: str, known: float) -> float:
+    """Return the typical factor of error where `column` is not `known`, with `a` and `kappa` fitted where it is."""
+    here, other = runs[runs[column] == known], runs[runs[column] != known]
+    there = other.assign(elsewhere=predicted(other, other["phi"], *fit(here, here["phi"])))
+    return error(there, "elsewhere") if len(here) and len(there) else np.nan
+
+
+def scatter(runs: pd.DataFrame) -> float:
+    """Return the typical factor between the measured gradients of a method's seeds and their mean in logarithms."""
+    logs = np.log(runs["gradients"])
+    spread = logs.groupby([runs[name] for name in (*Setting._fields, "method")]).std()
+    return float(np.exp(np.sqrt((spread**2).mean())))
+
+
 def orders(runs: pd.DataFrame, variant: str) -> float:
     """Return the mean over settings of Kendall's tau between predicted and measured gradients of the methods."""
     found = []
     for _, rows in runs.groupby(list(Setting._fields)):
         means = rows.groupby("method")[[variant, "gradients"]].mean()
         found.append(stats.kendalltau(means[variant], means["gradients"]).statistic)
-    return float(np.nanmean(found))
+    return float(np.mean(found))
 
 
-def claims() -> list[Claim]:
+def claims(momenta: Sequence[float]) -> list[Claim]:
     def of(value: Any) -> Any:
         return lambda runs: pd.Series({0: value(runs)})
 
     found = []
-    for momentum in MOMENTA:
+    for momentum in momenta:
 
         def chosen(runs: pd.DataFrame, momentum: float = momentum) -> pd.DataFrame:
             return runs[runs["momentum"] == momentum]
@@ -208,6 +223,15 @@ def claims() -> list[Claim]:
                     low=0.6 if variant == "law" else -np.inf,
                 )
             )
+        for column, known in (("workers", 4), ("batch", 32)):
+            found.append(
+                Claim(
+                    f"{name}typical factor of error of other {column}, fitted with {column} = {known}",
+                    "",
+                    of(lambda runs, k=column, n=known, c=chosen: error_elsewhere(c(runs), k, n)),
+                )
+            )
+        found.append(Claim(f"{name}typical factor between seeds", "", of(lambda runs, c=chosen: scatter(c(runs)))))
         for column in ("a, law", "kappa, law"):
             found.append(Claim(name + column, "", of(lambda runs, k=column, c=chosen: c(runs)[k].iloc[0])))
         for kind, methods in {"synchronous": SYNCHRONOUS, "asynchronous": ASYNCHRONOUS}.items():
@@ -227,11 +251,12 @@ def claims() -> list[Claim]:
 
 def draw(runs: pd.DataFrame, folder: Path) -> None:
     """Draw predicted against measured gradients, a panel for each momentum, colours for methods, marks for settings."""
-    figure, axes = plotting.panels(1, len(MOMENTA), height=2.8, sharey=True)
+    momenta = sorted(runs["momentum"].unique())
+    figure, axes = plotting.panels(1, len(momenta), height=2.8, sharey=True)
     marks = dict(zip(sorted(set(zip(runs["workers"], runs["batch"], strict=True))), "os^D", strict=False))
     ends = runs[["gradients", "law"]].to_numpy()
     line = [0.8 * ends.min(), 1.25 * ends.max()]
-    for axis, momentum in zip(axes[0], MOMENTA, strict=True):
+    for axis, momentum in zip(axes[0], momenta, strict=True):
         rows = runs[runs["momentum"] == momentum]
         for (workers, batch, method), each in rows.groupby(["workers", "batch", "method"]):
             axis.plot(
@@ -245,6 +270,10 @@ def draw(runs: pd.DataFrame, folder: Path) -> None:
             )
         axis.plot(line, line, color="0.5", lw=0.7, zorder=0)
         axis.set(title=f"momentum {momentum:g}", xscale="log", yscale="log", xlim=line, ylim=line)
+        for ticks in (axis.xaxis, axis.yaxis):
+            ticks.set_major_locator(FixedLocator([200, 500, 1000, 2000]))
+            ticks.set_major_formatter("{x:,.0f}")
+            ticks.set_minor_formatter("")
         axis.grid(lw=0.3)
     for method, colour in COLOURS.items():
         axes[0, 0].plot([], [], "s", color=colour, ms=4, label=method)
@@ -298,7 +327,13 @@ def reproduce(
     runs.to_csv(out / "law-runs.csv", index=False)
     arrived = fitted(runs)
     draw(arrived, out)
-    conclude(claims(), arrived, out, console, f"N = a (d + phi / b), {len(arrived)} of {len(runs)} runs arrived")
+    conclude(
+        claims(sorted(arrived["momentum"].unique())),
+        arrived,
+        out,
+        console,
+        f"N = a (d + phi / b), {len(arrived)} of {len(runs)} runs arrived",
+    )
     return arrived
 
 
