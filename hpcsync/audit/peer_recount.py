@@ -80,6 +80,11 @@ class PeerRecount:
         return self.job.paradigm.lead_bound < math.inf
 
     @property
+    def pushes(self) -> bool:
+        """True if models arrive at any time, also after the worker's last iteration."""
+        return self.mode in ("push", "push-sum") and not self.together
+
+    @property
     def one_model(self) -> bool:
         """True if an iteration of all workers is one update; otherwise every step is one."""
         return self.job.one_model
@@ -127,8 +132,8 @@ class PeerRecount:
         if not self.draws_peers:
             return np.where(exchanges, ALL_PEERS, NO_PEER)
         peer = np.full(len(self.count), NO_PEER)
-        if self.mode == "permutation":
-            peer[exchanges] = self.permutations[self.count[exchanges] // self.period, workers[exchanges]]
+        if self.together:
+            peer[exchanges] = self.peers_together[self.count[exchanges] // self.period, workers[exchanges]]
         else:
             peers, rounds = self._peers, self.count[exchanges] // self.period
             drawn = zip(workers[exchanges].tolist(), rounds.tolist(), self._weight[exchanges].tolist(), strict=True)
@@ -171,14 +176,30 @@ class PeerRecount:
         return (self.peer != NO_PEER) & (self.peer != self.steps["worker"])
 
     @cached_property
-    def permutations(self) -> np.ndarray:
-        """Receiver of each worker's model in round 1, 2, ...; shape (1 + n_rounds, n_workers).
+    def peers_together(self) -> np.ndarray:
+        """Peer of each worker in round 1, 2, ... of synchronous gossip; shape (1 + n_rounds, n_workers).
 
         Round 0 is the identity.
         """
         n_rounds = int(self.count.max(initial=0)) // self.period
-        rounds = [range(self.n_workers), *(self._peers.permutation(round) for round in range(1, n_rounds + 1))]
-        return np.array([list(gives_to) for gives_to in rounds])
+        rounds = [np.arange(self.n_workers)]
+        for round in range(1, n_rounds + 1):
+            if self.mode == "permutation":
+                rounds.append(np.array(self._peers.permutation(round)))
+            else:
+                rounds.append(np.array([self._peers.drawn(worker, round) for worker in range(self.n_workers)]))
+        return np.array(rounds)
+
+    @cached_property
+    def sent_together(self) -> np.ndarray:
+        """Models sent to each worker in round 1, 2, ... of synchronous gossip; shape (1 + n_rounds, n_workers)."""
+        peers = self.peers_together
+        others = peers != np.arange(self.n_workers)
+        if self.mode == "pull":
+            return others.astype(np.int64)
+        return np.array(
+            [np.bincount(row[own], minlength=self.n_workers) for row, own in zip(peers, others, strict=True)]
+        )
 
     @property
     def draws_peers(self) -> bool:

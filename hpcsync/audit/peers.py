@@ -82,7 +82,7 @@ def iterations_count_steps(run: PeerRecount) -> Check:
     """Check that a worker's iterations are 1, 2, 3, ..., followed only by the intake of others' pushes."""
     before = previous(run.rows["worker"])
     resumed = (before >= 0) & run.is_step & ~run.is_step[before]
-    absorbing = ~run.is_step & (run.mode not in ("push", "push-sum")) & (not run.pairwise)
+    absorbing = ~run.is_step & (not run.pushes) & (not run.pairwise)
     return check_all(
         "iteration is the worker's step count",
         (
@@ -155,17 +155,17 @@ def sent_is_received(run: PeerRecount) -> Check:
     name, steps = "as many models are received as sent", run.steps
     if run.pairwise:
         return averages_are_noticed(run, name)
-    if run.mode not in ("push", "push-sum"):
+    if not run.pushes:
         sent = run.exchanged.astype(np.int64)
-        if run.mode == "permutation":
-            sender = np.argsort(run.permutations, axis=1)[run.count // run.period, steps["worker"]]
-            sent *= sender != steps["worker"]
+        if run.draws_peers and run.together:
+            due = run.count % run.period == 0
+            sent = np.where(due, run.sent_together[run.count // run.period, steps["worker"]], 0)
         elif run.groups is not None:
             sent *= np.where(run.is_fc, run.groups.n_fc, run.groups.n_convolution) - 1
         elif run.mode != "pull":
             sent *= run.n_contributing[run.count] - 1
         # In an unfinished run, rows of other workers in an exchange of all may be missing.
-        sure = run.finished | run.known(run.count) | ~run.exchanged | (run.mode in ("pull", "permutation", "stanza"))
+        sure = run.finished | run.known(run.count) | ~run.exchanged | run.draws_peers | (run.groups is not None)
         return check_rows(
             name,
             np.where(sure, steps["n_received"] != sent, steps["n_received"] < sent),

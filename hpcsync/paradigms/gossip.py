@@ -21,11 +21,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from hpcsync.paradigms.options import Allowed, Count, OptionError, ParadigmOptions, Share, computed, every
 from hpcsync.paradigms.papers import ICML, Reference, arxiv, meeting
-from hpcsync.paradigms.peer_method import Actions, ExchangeResult, PeerMethod, PeerState
+from hpcsync.paradigms.peer_method import Actions, ExchangeResult, LocalUpdate, PeerMethod, PeerState
 
 if TYPE_CHECKING:
     import numpy as np
@@ -250,28 +250,79 @@ class PushSum(Push):
     push_sum = True
 
 
-class Permutation(Gossip):
-    """All workers exchange together: each sends its weights to one worker and averages with those that it receives."""
+class _Together(Gossip):
+    """Exchange of all workers in the same round: each receives its models directly from their senders."""
 
     transport = "swap"
     synchronous = True
     _round = 0
-    _targets: Sequence[int] = ()
+    _peers: Sequence[int] = ()
+    _sources: Sequence[Sequence[int]] = ()
 
     def exchange(self, worker: PeerState, round: int) -> Actions:
-        """Exchange, unless the worker sends to itself."""
+        """Exchange with the workers that all know to be drawn."""
         if round != self._round:  # once for all workers of a simulation, which are in the same round
-            self._round, self._targets = round, self.peers.permutation(round)
-        targets, update = self._targets, worker.update
-        target = targets[worker.worker]
-        received = yield worker.transport.swap(worker.worker, targets)
-        if target == worker.worker:
-            return ExchangeResult(target)
-        update.mix(received, self.beta)
-        return ExchangeResult(target, update.n_bytes, 1)
+            self._round, self._peers = round, self._select(round)
+            self._sources = self._sources_of(self._peers)
+        me, update, peer = worker.worker, worker.update, self._peers[worker.worker]
+        sends = any(me in sources for sources in self._sources)
+        model, weight = (update.give(), update.weight) if sends else (None, 1.0)
+        received = yield worker.transport.swap(me, model, weight, self._sources)
+        if received is not None:
+            self._combine(update, received, drew_itself=peer == me)
+        count = 0 if received is None else received.count
+        return ExchangeResult(peer, 0 if peer == me else update.n_bytes, count)
+
+    def _select(self, round: int) -> Sequence[int]:
+        """Return the peer of each worker."""
+        return [self.peers.drawn(worker, round) for worker in range(self.peers.n_workers)]
+
+    def _sources_of(self, peers: Sequence[int]) -> list[list[int]]:
+        """Return the senders of the models of each worker if every worker sends to its peer, in order."""
+        sources: list[list[int]] = [[] for _ in peers]
+        for worker, peer in enumerate(peers):
+            if peer != worker:
+                sources[peer].append(worker)
+        return sources
+
+    def _combine(self, update: LocalUpdate, received: Any, *, drew_itself: bool) -> None:
+        update.mix(received.total, self.beta)
 
 
-MODES: dict[str, type[Gossip]] = {"pull": Pull, "push": Push, "push-sum": PushSum, "permutation": Permutation}
+class PullTogether(_Together):
+    """Average with the weights of a peer, which sends them to all that have drawn it."""
+
+    def _sources_of(self, peers: Sequence[int]) -> list[list[int]]:
+        return [[] if peer == worker else [peer] for worker, peer in enumerate(peers)]
+
+
+class PushTogether(_Together):
+    """Send the weights to the peer, and absorb all that others send in the same round."""
+
+    def _combine(self, update: LocalUpdate, received: Any, *, drew_itself: bool) -> None:
+        update.absorb(received, drew_itself=drew_itself)
+
+
+class PushSumTogether(PushTogether):
+    """Synchronous stochastic gradient push."""
+
+    push_sum = True
+
+
+class Permutation(_Together):
+    """Send the weights to one worker and average with those of the only one that sends to this one."""
+
+    def _select(self, round: int) -> Sequence[int]:
+        return self.peers.permutation(round)
+
+
+MODES: dict[str, type[Gossip]] = {"pull": Pull, "push": Push, "push-sum": PushSum}
+TOGETHER: dict[str, type[Gossip]] = {
+    "pull": PullTogether,
+    "push": PushTogether,
+    "push-sum": PushSumTogether,
+    "permutation": Permutation,
+}
 AVERAGING = ("pull", "permutation")  # modes in which a worker averages two models
 
 
@@ -300,14 +351,15 @@ ASSRAN = Reference(
 class GossipOptions(ParadigmOptions):
     """Gossip: a worker averages its weights with those of a peer.
 
-    In the mode "pull" it reads the peer's weights, in "push" it sends its own, in "push-sum" it sends half of them and
-    half of a weight; these are asynchronous. "permutation" is synchronous: all exchange at once, and each worker is
-    drawn once.
+    In the mode "pull" it gets the peer's weights, in "push" it sends its own, in "push-sum" it sends half of them and
+    half of a weight. In "permutation" each worker is drawn once.
 
     Parameters
     ----------
     mode
         The exchange.
+    synchronous
+        All workers exchange in the same round; otherwise no worker waits. Must be `true` with `"permutation"`.
     topology
         Peers of a worker: all, its two neighbours, or in turn those 1, 2, 4, ... places further.
     include_self
@@ -323,6 +375,7 @@ class GossipOptions(ParadigmOptions):
         Literal["pull", "push", "push-sum", "permutation"],
         Allowed('one of "pull", "push", "push-sum", "permutation"'),
     ]
+    synchronous: bool = computed(lambda given: given["mode"] == "permutation", '`false`; `true` with `"permutation"`')
     topology: Literal["complete", "ring", "exponential"] = "complete"
     include_self: bool = computed(
         lambda given: given["topology"] != "exponential", '`true`; `false` with `"exponential"`'
@@ -335,11 +388,14 @@ class GossipOptions(ParadigmOptions):
     form_key = "mode"
     place = 140
     colour = "#E69F00"
-    waiting = "none (`permutation`: all)"
+    waiting = "none (`synchronous`: all)"
     update = "every worker averages its weights with those of one peer"
     source = "Jin et al., 2016; Assran et al., ICML 2019"
 
     def _check_options(self) -> None:
+        if self.mode == "permutation" and not self.synchronous:
+            must = 'must be true with paradigm.mode = "permutation", in which all workers are drawn together'
+            raise OptionError("paradigm.synchronous", self.synchronous, must)
         if self.include_self and self.topology == "exponential":
             must = 'must be false with paradigm.topology = "exponential", which visits the others in turn'
             raise OptionError("paradigm.include_self", self.include_self, must)
@@ -352,7 +408,8 @@ class GossipOptions(ParadigmOptions):
 
     def method(self, n_workers: int, seed: int) -> Gossip:
         """Return the exchange of this mode."""
-        return MODES[self.mode](self.peers(n_workers, seed), self.period, self.beta)
+        kinds = TOGETHER if self.synchronous else MODES
+        return kinds[self.mode](self.peers(n_workers, seed), self.period, self.beta)
 
     @property
     def exchange_every(self) -> int:
@@ -367,7 +424,7 @@ class GossipOptions(ParadigmOptions):
     @property
     def needs_all(self) -> bool:
         """True if the run can be resumed only with all of its workers."""
-        return self.mode == "permutation"
+        return self.synchronous
 
     @property
     def papers(self) -> tuple[Reference, ...]:
@@ -377,14 +434,14 @@ class GossipOptions(ParadigmOptions):
     @property
     def bound(self) -> str:
         """Description of the synchronisation, for messages."""
-        if self.mode == "permutation":
+        if self.synchronous:
             return f"all workers wait for each other every {self.period} iterations"
         return super().bound
 
     @property
     def label(self) -> str:
         """Name with the main options, for figures."""
-        text = f"gossip, {self.mode}"
+        text = f"gossip, {self.mode}" + ", synchronous" * (self.synchronous and self.mode != "permutation")
         text += f", {self.topology}" if self.topology != "complete" else ""
         text += f", every {self.period}" if self.period > 1 else ""
         return text + (f", beta = {self.beta:g}" if self.beta != 0.5 else "")
@@ -399,7 +456,8 @@ class GossipOptions(ParadigmOptions):
             "push": "sends its weights to a peer and averages its own with those received",
             "push-sum": "sends half of its weights to a peer and adds those received to its own",
         }
-        return f"each worker {does[self.mode]}, without waiting; peers are drawn from the seed ({self.topology})"
+        waits = "all in the same round" if self.synchronous else "without waiting"
+        return f"each worker {does[self.mode]}, {waits}; peers are drawn from the seed ({self.topology})"
 
     def moves(self, size: str, sent: str, *, compressed: bool) -> tuple[str, str]:
         """Return when bytes move, and which."""

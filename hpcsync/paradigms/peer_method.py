@@ -139,8 +139,23 @@ class Transport:
         """
         raise NotImplementedError
 
-    def swap(self, worker: int, targets: Sequence[int]) -> Any:
-        """Send the weights to ``targets[worker]``; return those received, or None from itself; to be yielded."""
+    def swap(self, worker: int, model: Any, weight: float, sources: Sequence[Sequence[int]]) -> Any:
+        """Exchange models among all workers, once each has called; to be yielded.
+
+        Parameters
+        ----------
+        worker
+            Number of the worker.
+        model, weight
+            What it sends, which may change afterwards; not used if it is nobody's source.
+        sources
+            Senders of the models of each worker, in order; none is the worker itself.
+
+        Returns
+        -------
+        Received or None
+            Sum, number and total weight of the worker's models; None without sources.
+        """
         raise NotImplementedError
 
     def read(self, worker: int, peer: int) -> Any:

@@ -10,7 +10,7 @@ from hpcsync.simulator.gossip import PullSimulation, PushSimulation
 from hpcsync.simulator.pairs import PairSimulation
 from hpcsync.simulator.peer_run import PeerSimulation
 from hpcsync.simulator.stanza import StanzaSimulation
-from hpcsync.simulator.sync_peers import AllReduceSimulation, AveragingSimulation, PermutationSimulation
+from hpcsync.simulator.sync_peers import AllReduceSimulation, AveragingSimulation, SwapSimulation
 
 __all__ = ["PeerSimulation", "simulation"]
 
@@ -18,7 +18,7 @@ TRANSPORTS: dict[str, type[PeerSimulation]] = {
     "all-reduce": AllReduceSimulation,
     "separated-layers": StanzaSimulation,
     "average": AveragingSimulation,
-    "swap": PermutationSimulation,
+    "swap": SwapSimulation,
     "published": PullSimulation,
     "inbox": PushSimulation,
     "pairs": PairSimulation,

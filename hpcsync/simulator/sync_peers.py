@@ -1,8 +1,10 @@
-"""Synchronous runs without servers in virtual time: all-reduce, local SGD and permutation gossip."""
+"""Synchronous runs without servers in virtual time: all-reduce, local SGD and synchronous gossip."""
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -13,10 +15,11 @@ from hpcsync.paradigms.peer_method import PENDING, Agreed, ExchangeResult, StepC
 from hpcsync.paradigms.records import ALL_PEERS, StepInfo
 from hpcsync.planning.batch_allocation import Estimate
 from hpcsync.simulator.gradients import Work
-from hpcsync.simulator.peer_numerics import Model, NullNumerics, OneReplica
+from hpcsync.simulator.peer_numerics import Model, NullNumerics, OneReplica, copied
 from hpcsync.simulator.peer_run import PeerSimulation, ReplicaSimulation
 from hpcsync.training import compressor
 from hpcsync.training.flat_model import trainable
+from hpcsync.training.local_update import Received
 from hpcsync.training.speed_models import estimator, nominal_clock
 from hpcsync.workloads.registry import Workload
 
@@ -193,27 +196,44 @@ class AveragingSimulation(_SynchronousReplicas):
         self._resume_all((self._numerics.mean(self._contributing), self._links.all_reduce_bytes))
 
 
-class PermutationSimulation(_SynchronousReplicas):
-    """Permutation gossip: each worker sends to one worker, receives from one, and continues after both transfers."""
+class SwapSimulation(_SynchronousReplicas):
+    """Synchronous gossip: a worker continues after its own transfers, of the models that it sends and receives."""
 
     def __init__(self, *of_every_run: Any) -> None:
         super().__init__(*of_every_run)
-        self._incoming: list[Model] = [None] * len(self._workers)
-        self._under_way = [0] * len(self._workers)  # worker -> its transfers in transit
+        n_workers = len(self._workers)
+        self._sent: list[Model] = [None] * n_workers
+        self._weights = [1.0] * n_workers  # of push-sum
+        self._under_way = [0] * n_workers  # worker -> its transfers in transit
+        self._n_swapping = 0
 
-    def swap(self, worker: int, targets: Sequence[int]) -> Any:
-        """Begin to send a copy of the weights; the worker continues when its own have arrived, too."""
-        target = targets[worker]
-        if target == worker:
-            self._loop.after(0.0, self._resume, worker)
-        else:
-            self._incoming[target] = self._numerics.snapshot(worker)
-            self._under_way[worker] = 2
-            self._links.send(worker, target, self._arrived, worker, target)
+    def swap(self, worker: int, model: Model, weight: float, sources: Sequence[Sequence[int]]) -> Any:
+        """Begin to send once the last worker has called, which all do at the same time."""
+        self._sent[worker], self._weights[worker] = copied(model), weight
+        self._n_swapping += 1
+        if self._n_swapping == len(self._workers):
+            self._n_swapping = 0
+            self._send_all(sources)
         return PENDING
 
-    def _arrived(self, source: int, target: int) -> None:
+    def _send_all(self, sources: Sequence[Sequence[int]]) -> None:
+        targets = [[target for target, own in enumerate(sources) if source in own] for source in range(len(sources))]
+        self._under_way = [len(own) + len(sent) for own, sent in zip(sources, targets, strict=True)]
+        for worker, sent in enumerate(targets):
+            if not self._under_way[worker]:
+                self._loop.after(0.0, self._resume, worker)
+            for target in sent:
+                self._links.send(worker, target, self._arrived, worker, target, sources)
+
+    def _arrived(self, source: int, target: int, sources: Sequence[Sequence[int]]) -> None:
         for worker in (source, target):
             self._under_way[worker] -= 1
             if self._under_way[worker] == 0:
-                self._resume(worker, self._incoming[worker])
+                self._resume(worker, self._received(sources[worker]))
+
+    def _received(self, sources: Sequence[int]) -> Received | None:
+        if not sources:
+            return None
+        models = [self._sent[source] for source in sources]
+        total = None if models[0] is None else functools.reduce(operator.add, models)
+        return Received(total, len(sources), sum(self._weights[source] for source in sources))

@@ -364,33 +364,52 @@ class Averaging(_Agreeing):
 
 
 class Swapping(_Agreeing):
-    """Weights put into the window of one worker, and received from another."""
+    """Models put into the windows of other workers, and received from others one after the other."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
         link, flat = setup.link, setup.flat
         self._receive_window = link.transport.window(link.comm, flat.size, flat.weights.dtype)
-        self._token = np.zeros(1)
+        self._total = torch.empty_like(flat.weights)  # of several models
+        self._free, self._weight = np.zeros(1), np.zeros(1)
 
     def agree(self, worker: int, counts: StepCounts) -> Agreed:
         """Agree, so that all workers have read what was put in the last exchange."""
         self._receive_window.release(0, 0)
         return super().agree(worker, counts)
 
-    def swap(self, worker: int, targets: Sequence[int]) -> torch.Tensor | None:
-        """Put the weights into the target's window; return those put into this worker's."""
+    def swap(
+        self, worker: int, model: torch.Tensor | None, weight: float, sources: Sequence[Sequence[int]]
+    ) -> Received | None:
+        """Put the model into the windows of its receivers; return what was put into this worker's.
+
+        A window holds one model, so the n-th sources of all workers send in the n-th turn. At first all windows are
+        free, because all workers have agreed on this exchange; later each receiver says so to its next source.
+        """
         self._begin_transfer()
         comm, window = self._link.comm, self._receive_window
-        target, source = targets[worker], targets.index(worker)
-        if target == worker:
-            return None
-        # All workers have agreed on this exchange, so none still reads what the last one put there.
-        shown = self.peer.shown()
-        window.put(shown, target, 0)
-        window.flush(target)
-        comm.Sendrecv(self._token, target, messages.TAG_MODEL, self._token.copy(), source, messages.TAG_MODEL)
-        window.acquire(0, self._flat.size)
-        return window.local
+        own, total, sum_of_weights = sources[worker], window.local, 0.0
+        for turn in range(max(map(len, sources))):
+            targets = [target for target, others in enumerate(sources) if others[turn : turn + 1] == [worker]]
+            requests = []
+            if 0 < turn < len(own):
+                window.release(0, 0)
+                requests.append(comm.Isend(self._free, own[turn], messages.TAG_FREE))
+            for target in targets:
+                if turn:
+                    comm.Recv(np.zeros(1), target, messages.TAG_FREE)
+                window.put(model, target, 0)
+                window.flush(target)
+                requests.append(comm.Isend(np.array([weight]), target, messages.TAG_MODEL))
+            if turn < len(own):
+                comm.Recv(self._weight, own[turn], messages.TAG_MODEL)
+                window.acquire(0, self._flat.size)
+                sum_of_weights += float(self._weight[0])
+                if len(own) > 1:
+                    total = self._total.add_(window.local) if turn else self._total.copy_(window.local)
+            for request in requests:
+                request.Wait()
+        return Received(total, len(own), sum_of_weights) if own else None
 
     def free(self) -> None:
         """Free the windows; collective."""

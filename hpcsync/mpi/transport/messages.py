@@ -33,6 +33,7 @@ TAG_CANCEL = 7
 TAG_ACTIVATION = 8
 TAG_SLOT = 9
 TAG_NORM = 10
+TAG_FREE = 11  # a window may be put into
 
 
 class InfoKind(IntEnum):

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from hpcsync.core.peer_machine import PeerMachine, create_method
+from hpcsync.paradigms.gossip import AVERAGING
 from hpcsync.paradigms.peer_method import PENDING, Agreed, ExchangeResult, StepCounts, Transport
 from hpcsync.paradigms.records import ALL_PEERS, NO_PEER
 from hpcsync.training.local_update import NullPeer, Received
@@ -58,7 +59,7 @@ class Recording(Transport):
         self.results = {
             "agree": lambda counts: Agreed.of([counts]),  # with nobody
             "sum": lambda counts, lr: (Agreed.of([counts]), ExchangeResult(ALL_PEERS, 80, 1)),
-            "average": lambda contributes: ("mean", 160), "swap": lambda targets: "received",
+            "average": lambda contributes: ("mean", 160),
             "read": lambda peer: "read",
             **results,
         }  # fmt: skip
@@ -164,13 +165,30 @@ def test_a_worker_that_draws_itself_sends_nothing():
     assert engine.machine.update.weight == 1.5, "nothing was given away"
 
 
-def test_a_permutation_names_every_target():
-    engine = Engine(machine(gossip("permutation", include_self=False, beta=0.3), workers=3, worker=1))
+def swapped(mode: str, worker: int) -> tuple[Engine, ExchangeResult, tuple[Any, ...]]:
+    """Return the engine, the result and the arguments of a synchronous exchange of three workers."""
+    paradigm = gossip(mode, include_self=False, synchronous=True) | ({"beta": 0.3} if mode in AVERAGING else {})
+    engine = Engine(machine(paradigm, workers=3, worker=worker), swap=lambda *_: Received("sum", 2, 1.5))
     result = engine.advance()
-    ((_, targets),) = (call for call in engine.calls if call[0] == "swap")
-    assert sorted(targets) == [0, 1, 2]
-    assert result == ExchangeResult(targets[1], 40, 1)
-    assert engine.machine.update.seen == [("mix", "received", 0.3)]
+    ((_, *arguments),) = (call for call in engine.calls if call[0] == "swap")
+    return engine, result, tuple(arguments)
+
+
+@pytest.mark.parametrize("worker", [0, 1, 2])
+@pytest.mark.parametrize("mode", ["pull", "push", "push-sum", "permutation"])
+def test_a_synchronous_exchange_names_every_source(mode, worker):
+    engine, result, (model, weight, sources) = swapped(mode, worker)
+    peers = create_method(make_job(paradigm=gossip(mode, include_self=False), cluster={"workers": 3})).peers
+    drawn = peers.permutation(1) if mode == "permutation" else [peers.drawn(each, 1) for each in range(3)]
+    if mode == "pull":
+        assert sources == [[peer] for peer in drawn]
+    else:
+        assert sources == [[source for source, peer in enumerate(drawn) if peer == each] for each in range(3)]
+    sends = any(worker in own for own in sources)
+    assert (model, weight) == (("model", 0.5) if sends else (None, 1.0))
+    assert result == ExchangeResult(drawn[worker], 40, 2)
+    mixed = ("mix", "sum", 0.3) if mode in AVERAGING else ("absorb", 2, False)
+    assert engine.machine.update.seen == [mixed]
 
 
 def test_a_forgotten_worker_is_not_drawn():

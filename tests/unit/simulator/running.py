@@ -34,6 +34,7 @@ WITHOUT_SERVER: list[dict[str, Any]] = [
     {"name": "gossip", "mode": "push-sum", "topology": "exponential"},
     {"name": "gossip", "mode": "permutation"},
     {"name": "gossip", "mode": "permutation", "period": 3, "beta": 0.3},
+    {"name": "gossip", "mode": "push", "synchronous": True},
 ]
 
 

@@ -179,24 +179,54 @@ def test_without_an_exchange_workers_train_alone(paradigm):
 # ---- against NumPy ----
 
 
-def permuting(
-    iterations: int, workers: int, period: int, mu: float, last: dict[int, int] | None = None, beta: float = 0.5
+def exchanging(
+    mode: str, iterations: int, workers: int, period: int = 1, mu: float = 0.9, beta: float = 0.5
 ) -> np.ndarray:
-    """Independent permutation gossip with Nesterov momentum: all weights; `last`: iterations of leaving workers."""
-    peers = create_method(make_job(paradigm=gossip("permutation", period=period), cluster={"workers": workers})).peers
-    theta = np.array([start()] * workers)
+    """Independent synchronous gossip with Nesterov momentum: weights of all workers."""
+    paradigm = gossip(mode, period=period, synchronous=True)
+    peers = create_method(make_job(paradigm=paradigm, cluster={"workers": workers})).peers
+    theta, w = np.array([start()] * workers), np.ones((workers, 1))
     v = np.zeros_like(theta)
     mine = [data(workers, worker) for worker in range(workers)]
     for iteration in range(1, iterations + 1):
         for worker in range(workers):
-            if iteration <= (last or {}).get(worker, iterations):
-                v[worker] = mu * v[worker] - LR * gradient(theta[worker] + mu * v[worker], next(mine[worker]))
-                theta[worker] += v[worker]
-        if iteration % period == 0:
-            before = theta.copy()
-            for worker, target in enumerate(peers.permutation(iteration // period)):
-                theta[target] = (1 - beta) * before[target] + beta * before[worker]
+            v[worker] = mu * v[worker] - LR * gradient(theta[worker] + mu * v[worker], next(mine[worker]))
+            theta[worker] += v[worker]
+        if iteration % period:
+            continue
+        round = iteration // period
+        drawn = peers.permutation(round) if mode == "permutation" else [peers.drawn(i, round) for i in range(workers)]
+        matrix = np.zeros((workers, workers))  # of the new weights, by the old ones
+        for worker, peer in enumerate(drawn):
+            if mode == "pull":
+                matrix[worker, worker] += 1 - beta
+                matrix[worker, peer] += beta
+            elif mode == "permutation":
+                matrix[peer, peer] += 1 - beta
+                matrix[peer, worker] += beta
+            elif mode == "push":
+                matrix[worker, worker] += 1
+                matrix[peer, worker] += 1
+            else:
+                matrix[worker, worker] += 0.5
+                matrix[peer, worker] += 0.5
+        if mode == "push":
+            matrix /= matrix.sum(1, keepdims=True)
+        theta, w = matrix @ (w * theta), matrix @ w if mode == "push-sum" else w
+        theta /= w
     return theta
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("mode", MODES)
+def test_synchronous_gossip_matches_numpy(mode, workers):
+    run = Run(gossip(mode, period=2, synchronous=True), workers, 17, optimizer=NESTEROV)
+    expected = exchanging(mode, 17, workers, 2)
+    assert close(run.snapshots(), expected)
+    assert close(run.weights, expected.mean(0)) or mode == "push-sum"
+    if workers > 2:
+        assert not close(run.snapshots(), exchanging(mode, 17, workers, 3)), "the control: another period"
+        assert len({worker.tobytes() for worker in run.snapshots()}) > 1
 
 
 @pytest.mark.parametrize("mu", [0.0, 0.9])
@@ -204,7 +234,7 @@ def permuting(
 def test_permutation_gossip_matches_numpy(workers, period, beta, mu):
     optimizer = NESTEROV if mu else {"name": "sgd", "lr": LR}
     run = Run(gossip("permutation", period=period, beta=beta), workers, 17, optimizer=optimizer)
-    expected = permuting(17, workers, period, mu, beta=beta)
+    expected = exchanging("permutation", 17, workers, period, mu, beta)
     assert close(run.snapshots(), expected)
     assert close(run.weights, expected.mean(0))
 
@@ -212,7 +242,7 @@ def test_permutation_gossip_matches_numpy(workers, period, beta, mu):
 def test_publishing_the_look_ahead_gives_other_weights(monkeypatch):
     monkeypatch.setattr(LocalOptimizer, "_scale", lambda self: 0.0)
     run = Run(gossip("permutation"), 3, 17, optimizer=NESTEROV)
-    assert not np.allclose(run.weights, permuting(17, 3, 1, 0.9).mean(0), rtol=1e-4)
+    assert not np.allclose(run.weights, exchanging("permutation", 17, 3).mean(0), rtol=1e-4)
 
 
 def averaging(iterations: int, workers: int, steps: int, outer_lr: float, outer_mu: float, last=None) -> np.ndarray:

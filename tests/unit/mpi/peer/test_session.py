@@ -33,6 +33,8 @@ IN_STEP = {
     "local-sgd": {"name": "local-sgd", "steps": 3},
     "diloco": {"name": "local-sgd", "steps": 3, "outer_lr": 0.7, "outer_momentum": 0.3},
     "permutation": {"name": "gossip", "mode": "permutation"},
+    "pull-together": {"name": "gossip", "mode": "pull", "synchronous": True},
+    "push-together": {"name": "gossip", "mode": "push", "synchronous": True, "period": 2},
 }
 FREE = {
     "pull": {"name": "gossip", "mode": "pull"},
