@@ -201,6 +201,21 @@ class PeerRecount:
             [np.bincount(row[own], minlength=self.n_workers) for row, own in zip(peers, others, strict=True)]
         )
 
+    @cached_property
+    def weights_together(self) -> np.ndarray:
+        """Push-sum weight of each worker after round 1, 2, ... of synchronous gossip; shape (1 + n_rounds, n_workers).
+
+        Workers that have left exchange too, but have no rows.
+        """
+        weights = [np.ones(self.n_workers)]
+        for peers in self.peers_together[1:]:
+            sends = peers != np.arange(self.n_workers)
+            kept = np.where(sends, weights[-1] / 2, weights[-1])
+            received = np.zeros(self.n_workers)
+            np.add.at(received, peers[sends], kept[sends])
+            weights.append(kept + received)
+        return np.array(weights)
+
     @property
     def draws_peers(self) -> bool:
         """True if a worker exchanges with one peer, which is drawn; otherwise all exchange with all."""

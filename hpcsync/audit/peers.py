@@ -192,6 +192,13 @@ def weights_add_up(run: PeerRecount) -> Check:
     rows, weight = run.rows, run.rows["weight"]
     if run.mode != "push-sum":
         return check_rows("weights are 1", weight != 1.0, lambda i: f"/exchanges row {i} has weight {weight[i]}")
+    if run.together:
+        expected = run.weights_together[run.count // run.period, run.steps["worker"]]
+        return check_rows(
+            "push-sum weights add up",
+            weight[run.is_step] != expected,
+            lambda i: f"{run.step_name(i)} has weight {run.steps['weight'][i]}, it follows that it is {expected[i]}",
+        )
     pushed = np.zeros(len(rows), bool)
     pushed[run.is_step] = run.exchanged
     kept = np.append(weight, 1.0)[previous(rows["worker"])] * np.where(pushed, 0.5, 1.0)  # before its first row it is 1

@@ -389,6 +389,7 @@ class Swapping(_Agreeing):
         self._begin_transfer()
         comm, window = self._link.comm, self._receive_window
         own, total, sum_of_weights = sources[worker], window.local, 0.0
+        shown = self._flat.weights if model is None else model  # who sends nothing has no targets
         for turn in range(max(map(len, sources))):
             targets = [target for target, others in enumerate(sources) if others[turn : turn + 1] == [worker]]
             requests = []
@@ -398,7 +399,7 @@ class Swapping(_Agreeing):
             for target in targets:
                 if turn:
                     comm.Recv(np.zeros(1), target, messages.TAG_FREE)
-                window.put(model, target, 0)
+                window.put(shown, target, 0)
                 window.flush(target)
                 requests.append(comm.Isend(np.array([weight]), target, messages.TAG_MODEL))
             if turn < len(own):
