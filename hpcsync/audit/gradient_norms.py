@@ -7,6 +7,7 @@ import numpy as np
 from hpcsync.audit.check import Check, check_all, check_rows, describe_columns
 from hpcsync.config.workloads import Timing
 from hpcsync.paradigms.records import Problem
+from hpcsync.trace.iteration_counts import running_count
 from hpcsync.trace.reader import Trace
 from hpcsync.trace.schema import ADDED, Outcome
 
@@ -68,8 +69,9 @@ def means_fit_to_workers(trace: Trace) -> Check:
     """Check that all workers state the same norm of a common step, and that it fits to those of their gradients."""
     job, updates = trace.job, trace.tables["updates"]
     rows = trace.tables["exchanges"]
-    rows = rows[(rows["batch_size"] > 0) & (rows["iteration"] <= len(updates))]
-    at = rows["iteration"] - 1
+    rows = rows[rows["batch_size"] > 0]
+    at = running_count(rows["worker"]) - 1
+    rows, at = rows[at < len(updates)], at[at < len(updates)]
     weight = rows["batch_size"].astype(float) if job.batches.policy != "equal" else np.ones(len(rows))
     weight /= np.bincount(at, weight, len(updates))[at]
     low, high = _bounds(at, weight, rows[NORM], len(updates))

@@ -61,7 +61,9 @@ def audit(trace: Trace | str | Path) -> list[Check]:
 
 
 def _check_peers(trace: Trace) -> list[Check]:
-    return [*check_exchanges(trace), *check_norms(trace), *check_stalls(trace)]
+    first, *checks = check_exchanges(trace)
+    norms = check_norms(trace) if first.passed else []  # else values cannot be used in computations
+    return [first, *checks, *norms, *check_stalls(trace)]
 
 
 def _check_served(trace: Trace) -> list[Check]:
