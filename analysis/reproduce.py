@@ -14,7 +14,7 @@ from rich.console import Console
 
 from reproductions import ashl as ashl_paper
 from reproductions import dssp as dssp_paper
-from reproductions import dssp_map, dssp_map_real, first_k, first_k_real, stanza_real
+from reproductions import dssp_map, dssp_map_real, first_k, first_k_real, gossip_variants, stanza_real
 from reproductions import gossip as gossip_paper
 from reproductions import law as law_of_delay
 from reproductions import stanza as stanza_paper
@@ -54,8 +54,14 @@ def gossip(
     out: Out = None,
     seeds: Seeds = 3,
     processes: Processes = CORES,
+    variants: Annotated[
+        bool, typer.Option("--variants", help="With decaying rates: synchronous, other beta, other periods.")
+    ] = False,
 ) -> None:
     """How to scale distributed deep learning? (Jin et al., 2016)."""
+    if variants:
+        gossip_variants.reproduce(out or Path("reproductions/gossip-variants"), seeds, processes, Console())
+        return
     gossip_paper.reproduce(out or Path("reproductions/gossip"), seeds, processes, Console())
 
 

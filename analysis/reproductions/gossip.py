@@ -123,11 +123,11 @@ def table_of(times: Path, workers: int, seed: int) -> Path:
     return times.resolve() / f"{workers}-{seed}.csv"
 
 
-def write_times(path: Path, workers: int, seed: int) -> None:
+def write_times(path: Path, workers: int, seed: int, compute_s: float = COMPUTE_S) -> None:
     """Seconds of each worker's iterations; every fourth worker, from the first on, sleeps in each of its own."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draw = np.random.default_rng([seed, workers])
-    seconds = COMPUTE_S * draw.lognormal(0.0, JITTER, (workers, ROWS))
+    seconds = compute_s * draw.lognormal(0.0, JITTER, (workers, ROWS))
     seconds[::ONE_IN] += draw.uniform(0.0, SLEEP_S, seconds[::ONE_IN].shape)
     frame = (
         pd.DataFrame(seconds).rename_axis("worker").melt(var_name="iteration", value_name="seconds", ignore_index=False)

@@ -1,5 +1,7 @@
 """The reproduction about gossip: its jobs and its stragglers are what they claim to be, and so are its verdicts."""
 
+from dataclasses import replace
+
 import matplotlib
 import numpy as np
 import pandas as pd
@@ -7,7 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from reproductions import gossip, relabelled
+from reproductions import gossip, gossip_variants, relabelled
 from reproductions.claims import judged
 
 
@@ -130,3 +132,35 @@ def test_a_second_call_simulates_nothing_and_says_the_same(tmp_path, monkeypatch
     results = pd.read_csv(tmp_path / "results.csv")
     assert set(results["paradigm"]) == {"all-reduce", "EASGD", "EASGD-fixed", "pull", "push", "server"}
     assert results["samples_per_s"].notna().all()
+
+
+# ---- variants ----
+
+
+def test_variants_differ_in_one_option_and_share_the_papers_batch_and_decays(tmp_path):
+    made = gossip_variants.jobs(1, tmp_path)
+    assert len(made) == 2 * 2 * len(gossip_variants.METHODS)
+    for name, job in made.items():
+        setting, _, method, _ = name.split("/")
+        workers = int(setting.split("-")[-1])
+        assert job.workload.batch_size * workers == max(256, 16 * workers)
+        assert job.optimizer.schedule.milestones == (49_152, 98_304) and job.optimizer.schedule.gamma == 0.1
+        if method == "synchronous_push":
+            assert job.paradigm.synchronous and job.paradigm.mode == "push"
+            asynchronous = made[name.replace("synchronous_push", "push")]
+            assert replace(job.paradigm, synchronous=False) == asynchronous.paradigm
+
+
+def test_verdicts_on_variants_follow_the_times():
+    seeds = range(5)
+    rows = [
+        {"setting": f"{cluster}-{workers}", "arm": gossip_variants.ARM, "paradigm": method, "seed": seed}
+        | {"target_s": (2.0 if method == "all-reduce" else 1.0) + 0.01 * seed, "accuracy": 0.9}
+        for cluster in gossip.CLUSTERS
+        for workers in gossip_variants.WORKERS
+        for method in gossip_variants.METHODS
+        for seed in seeds
+    ]
+    found = judged(gossip_variants.claims(), pd.DataFrame(rows)).set_index("claim")["verdict"]
+    assert found["8 workers, with stragglers: pull sooner than all-reduce"] == "holds"
+    assert found["8 workers, with stragglers: all-reduce's accuracy at the end above that of pull"] == "does not hold"

@@ -1,0 +1,170 @@
+"""Gossip as the paper trains: decaying rates, an aggregate batch of 256; synchronous, other beta, other periods.
+
+Test of claims of Jin, Yuan, Iandola and Keutzer, "How to scale distributed deep learning?", 2016, beside those of
+`reproductions.gossip`, which have a constant learning rate and the same batch of a worker for all numbers of workers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from rich.console import Console
+
+from hpcsync.config.job import Job
+from hpcsync.run_dir import layout
+from hpcsync.trace.reader import load
+from reproductions.claims import Claim, Of, conclude, of, points, ratio, settled_s
+from reproductions.gossip import (
+    BATCH,
+    CLUSTERS,
+    COMPUTE_S,
+    JITTER,
+    LINKS,
+    PARADIGMS,
+    PARAMETERS,
+    PERCEPTRON,
+    RESNET,
+    STEPS,
+    TARGET,
+    table_of,
+    write_times,
+)
+from reproductions.simulating import simulate_all
+
+WORKERS = (8, 32)
+AGGREGATE = 256  # samples of an iteration of up to 16 workers together; the paper's
+SAMPLES = 147_456  # of a run: 576 iterations of 256 samples, a guess; 103 passes over the digits
+DECAYS = [SAMPLES // 3, 2 * SAMPLES // 3]  # the rate times 0.1 at each; the paper: at 150,000 and 300,000 iterations
+EVALUATIONS = 150
+FIRST_SEED = 11
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "synchronous pull": {"name": "gossip", "mode": "pull", "synchronous": True},
+    "synchronous push": {"name": "gossip", "mode": "push", "synchronous": True},
+    "permutation": {"name": "gossip", "mode": "permutation"},
+    "pull with beta 0.25": {"name": "gossip", "mode": "pull", "beta": 0.25},
+    "pull with beta 0.75": {"name": "gossip", "mode": "pull", "beta": 0.75},
+    "pull with period 4": {"name": "gossip", "mode": "pull", "period": 4},
+    "pull with period 16": {"name": "gossip", "mode": "pull", "period": 16},
+}
+METHODS = PARADIGMS | VARIANTS
+ARM = "decays"
+
+
+def jobs(seeds: int, times: Path, length: float = 1.0) -> dict[str, Job]:
+    """Return every run, by the name of its folder; `length` shortens all runs."""
+    return {
+        f"{cluster}-{workers}/{ARM}/{_stem(method)}/{seed}": _job(cluster, workers, method, seed, times, length)
+        for cluster in CLUSTERS
+        for workers in WORKERS
+        for method in METHODS
+        for seed in range(FIRST_SEED, FIRST_SEED + seeds)
+    }
+
+
+def _stem(method: str) -> str:
+    return method.replace(" ", "_")
+
+
+def batch_of(workers: int) -> int:
+    """Return the samples of a worker's iteration."""
+    return max(BATCH, AGGREGATE // workers)
+
+
+def _job(cluster: str, workers: int, method: str, seed: int, times: Path, length: float) -> Job:
+    batch, samples = batch_of(workers), round(length * SAMPLES)
+    compute: dict[str, Any] = {"model": "lognormal", "seconds": COMPUTE_S * batch / BATCH, "jitter": JITTER}
+    if cluster == "stragglers":
+        compute = {"model": "table", "table": str(table_of(times, workers, seed))}
+    schedule = {"name": "multistep", "milestones": [round(length * at) for at in DECAYS], "gamma": 0.1}
+    return Job.from_table(
+        {
+            "name": f"{cluster}-{workers}-{_stem(method)}",
+            "seed": seed,
+            "workload": {**PERCEPTRON, "batch_size": batch},
+            "optimizer": {
+                "name": "sgd",
+                "lr": STEPS["large"],
+                "momentum": 0.9,
+                "nesterov": True,
+                "schedule": schedule,
+            },
+            "stop": {"samples": samples},
+            "evaluation": {"every_samples": samples // EVALUATIONS},
+            "paradigm": METHODS[method],
+            "cluster": {
+                "workers": workers,
+                "compute": compute,
+                "network": {"bandwidth_gbit": LINKS["10 Gbit/s"] * PARAMETERS / RESNET},
+            },
+        }
+    )
+
+
+def measure(folder: Path) -> dict[str, Any]:
+    """Return the results of a run; the accuracy at the end is the mean over its last tenth."""
+    trace = load(folder / layout.TRACE)
+    setting, arm, method, seed = folder.parts[-4:]
+    duration_s = float(trace.tables["updates"]["now_s"][-1])
+    evaluations = trace.frame("evaluations")
+    evaluations["accuracy"] = evaluations["accuracy"].rolling(3, 1, center=True).mean()
+    late = evaluations["samples"] >= 0.9 * trace.job.stop.samples
+    return {
+        "setting": setting,
+        "arm": arm,
+        "paradigm": method.replace("_", " "),
+        "seed": int(seed),
+        "workers": trace.n_workers,
+        "duration_s": duration_s,
+        "target_s": settled_s(evaluations, TARGET),
+        "accuracy": evaluations["accuracy"][late].mean(),
+    }
+
+
+# ---- what the paper says ----
+
+
+def claims() -> list[Claim]:
+    """Return the claims; those on the variants are ours."""
+    found = []
+    for cluster, words in CLUSTERS.items():
+        for workers in WORKERS:
+            setting, where = f"{cluster}-{workers}", f"{workers} workers, {words}"
+            for method in ("EASGD", "pull", "push"):
+                says = f"{where}: {method} sooner than all-reduce"
+                number = _sooner(method, "all-reduce", setting)
+                found.append(Claim(says, "sooner, up to about 32 nodes", number, low=1.05))
+            for method in ("EASGD", "pull", "push"):
+                says = f"{where}: all-reduce's accuracy at the end above that of {method}"
+                found.append(Claim(says, "", _higher("all-reduce", method, setting), low=0.1, unit=" points"))
+            for method in VARIANTS:
+                base = "push" if "push" in method else "pull"
+                says = f"{where}: time of {method} / {base}'s"
+                found.append(Claim(says, "", _sooner(base, method, setting)))
+                says = f"{where}: accuracy at the end, {method} above {base}"
+                found.append(Claim(says, "", _higher(method, base, setting), unit=" points"))
+    return found
+
+
+def _sooner(a: str, b: str, setting: str) -> Of:
+    """Return the ratio of the times of b and a to the target."""
+    return ratio(of("target_s", setting, ARM, b), of("target_s", setting, ARM, a))
+
+
+def _higher(a: str, b: str, setting: str) -> Of:
+    return points(of("accuracy", setting, ARM, a), of("accuracy", setting, ARM, b))
+
+
+def reproduce(out: Path, seeds: int, processes: int, console: Console, length: float = 1.0) -> pd.DataFrame:
+    """Simulate what is missing in the folder, write results and claims there, print the claims."""
+    for workers in WORKERS:
+        for seed in range(FIRST_SEED, FIRST_SEED + seeds):
+            compute_s = COMPUTE_S * batch_of(workers) / BATCH
+            write_times(table_of(out / "times", workers, seed), workers, seed, compute_s)
+    todo = jobs(seeds, out / "times", length)
+    simulate_all(todo, out / "runs", processes, console)
+    results = pd.DataFrame([measure(out / "runs" / name) for name in todo])
+    title = f"Gossip with decaying rates, virtual time, {seeds} seeds: mean (95 % interval)"
+    return conclude(claims(), results, out, console, title)
