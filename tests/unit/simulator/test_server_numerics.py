@@ -126,7 +126,7 @@ def test_without_arithmetic_nothing_is_stored():
     numbers = NoNumerics(job, Workload(nn.Linear(1, 1), None, None, None))
     assert isinstance(numbers, NoNumerics)
     numbers.grant(0)
-    loss, sizes_bytes = numbers.contribute(0, NEXT)
-    assert math.isnan(loss)
-    assert sizes_bytes == [8], "of that one parameter and its bias"
+    contributed = numbers.contribute(0, NEXT)
+    assert math.isnan(contributed.loss) and math.isnan(contributed.gradient_sq)
+    assert contributed.sizes_bytes == [8], "of that one parameter and its bias"
     numbers.apply(UpdateCommand((0,), (1.0,), 1.0, lr=1.0))
