@@ -253,6 +253,7 @@ def write(job: Job, steps: Sequence[np.ndarray], hosts: Sequence[str], out: str 
                 lr=lr[at],
             )
             coordinator.exchanged(ended_s[step + 1], info)
+            trace.flush_if_due(0.0)
         for worker in range(n_workers):
             coordinator.left(ended_s[-1], worker)
     layout.conclude(folder, Console(highlight=False))

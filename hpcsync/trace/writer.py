@@ -1,9 +1,9 @@
 """Writing a trace during a run: rows go to memory at once and to the file every few seconds.
 
 The deciding server calls `append` in the middle of its work, so an append must cost next to nothing: it packs the row
-into a preallocated array that has the layout of the file. `struct.pack_into` takes 0.2 us per push of 16 columns,
-append and conversion together; a list of tuples converted to an array later takes 0.35 us, and so does assignment to a
-structured array. It also raises on a wrong type where the wrong row is appended.
+into an array that has the layout of the file. `struct.pack_into` takes 0.2 us per push of 16 columns, append and
+conversion together; a list of tuples converted to an array later takes 0.35 us, and so does assignment to a structured
+array. It also raises on a wrong type where the wrong row is appended.
 
 The file must survive a run that is killed at any moment. HDF5's default file format does: flushed data can be read,
 while the newer formats (libver="latest") leave a file that does not open. A kill during a flush can still leave some
@@ -46,7 +46,7 @@ from hpcsync.trace.schema import (
     hdf5_attributes,
 )
 
-RING_ROWS = 8192  # rows of a table that fit in memory between two flushes
+DUE_ROWS = 8192  # rows of a table in memory with which a flush is due
 CHUNK_BYTES = 65536  # a chunk is written whole, so it should hold no more than a few seconds of rows
 FLUSH_INTERVAL_S = 2.0
 COPIED_ROWS = 100_000  # copied at once
@@ -56,11 +56,10 @@ _FLOAT = layout(["<f8"])
 _ENUMS = {column: {code.name.lower(): int(code) for code in codes} for column, codes in ENUMS.items()}
 
 
-class _Ring:
+class _Buffer:
     """Rows of one table that wait for the next flush, packed in the layout of the file."""
 
     def __init__(self, dtype: np.dtype) -> None:
-        self.rows = np.zeros(RING_ROWS, dtype)
         self.used = 0
         columns = [dtype[name].str for name in dtype.names or ()]
         packer = layout(columns)
@@ -68,20 +67,25 @@ class _Ring:
         self._fields = dict(dtype.fields or {})
         self._pack_into = packer.pack_into
         self._row_bytes = packer.size
-        self._buffer = self.rows.view(np.uint8).data
         self._has_text = any("S" in column for column in columns)
+        self._hold(np.zeros(DUE_ROWS, dtype))
+
+    def _hold(self, rows: np.ndarray) -> None:
+        self.rows, self._size, self._bytes = rows, len(rows), rows.view(np.uint8).data
 
     def append(self, row: Sequence[Any]) -> None:
         """Pack one row; text is encoded."""
+        if self.used == self._size:
+            self._hold(np.concatenate([self.rows, np.zeros_like(self.rows)]))
         if self._has_text:
             row = [value.encode() if isinstance(value, str) else value for value in row]
-        self._pack_into(self._buffer, self.used * self._row_bytes, *row)
+        self._pack_into(self._bytes, self.used * self._row_bytes, *row)
         self.used += 1
 
     def amend(self, back: int, column: str, value: float) -> None:
         """Set a float64 of the row that is so far from the latest one, if it is still here."""
         if back < self.used:
-            _FLOAT.pack_into(self._buffer, (self.used - 1 - back) * self._row_bytes + self._fields[column][1], value)
+            _FLOAT.pack_into(self._bytes, (self.used - 1 - back) * self._row_bytes + self._fields[column][1], value)
 
 
 class TraceWriter:
@@ -125,7 +129,7 @@ class TraceWriter:
     ) -> None:
         self.observer: Callable[[str, np.ndarray], None] | None = None  # called with the rows of a table at each flush
         tables = {**SCHEMA, "decisions": decisions_table(decision_fields or {})}
-        self._rings = {name: _Ring(_with_enums(table.dtype)) for name, table in tables.items()}
+        self._buffers = {name: _Buffer(_with_enums(table.dtype)) for name, table in tables.items()}
         self._append_s = self._time_append()
         self._flush_s = 0.0
         self._flushed_at_s = 0.0
@@ -211,10 +215,7 @@ class TraceWriter:
         struct.error
             For a wrong number or type of values.
         """
-        ring = self._rings[table]
-        if ring.used == RING_ROWS:
-            self.flush()
-        ring.append(row)
+        self._buffers[table].append(row)
 
     def amend(self, table: str, back: int, column: str, value: float) -> None:
         """Set a float64 of a row that was appended before it was known; without effect once the row is in the file.
@@ -228,17 +229,21 @@ class TraceWriter:
         value
             The value.
         """
-        self._rings[table].amend(back, column, value)
+        self._buffers[table].amend(back, column, value)
 
     def flush_if_due(self, now_s: float) -> None:
-        """Flush if the last flush is FLUSH_INTERVAL_S ago. To be called when no worker waits for the server.
+        """Flush if the last flush is FLUSH_INTERVAL_S ago, or a table has DUE_ROWS rows in memory.
+
+        To be called when no worker waits for the server. Nothing else flushes during a run, so that the rows of one
+        event reach the file together, and `amend` finds those that it completes.
 
         Parameters
         ----------
         now_s
             Seconds on a clock that advances with real time, the same at each call.
         """
-        if now_s - self._flushed_at_s >= FLUSH_INTERVAL_S:
+        full = any(buffer.used >= DUE_ROWS for buffer in self._buffers.values())
+        if full or now_s - self._flushed_at_s >= FLUSH_INTERVAL_S:
             self.flush()
             self._flushed_at_s = now_s
 
@@ -254,7 +259,7 @@ class TraceWriter:
         begin_s = time.perf_counter()
         if not self._writable:
             self._drop_rows()
-        elif any(ring.used for ring in self._rings.values()):
+        elif any(buffer.used for buffer in self._buffers.values()):
             with self._or_abandon():
                 self._write_rows()
                 self._file.flush()
@@ -289,7 +294,7 @@ class TraceWriter:
     @property
     def tracing_overhead_s(self) -> float:
         """Seconds that tracing has cost the deciding server so far."""
-        n_rows = sum(self._n_rows.values()) + sum(ring.used for ring in self._rings.values())
+        n_rows = sum(self._n_rows.values()) + sum(buffer.used for buffer in self._buffers.values())
         return self._flush_s + n_rows * self._append_s
 
     def __enter__(self) -> Self:
@@ -298,10 +303,15 @@ class TraceWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if kind is None:
-            self.close()
-        else:
+        if kind is not None:
             self.close("interrupted" if issubclass(kind, KeyboardInterrupt) else "failed")
+            return
+        try:
+            self.close()
+        except (OSError, RuntimeError):
+            with suppress(OSError, RuntimeError):
+                self.close("failed")
+            raise
 
     def _time_append(self, rows: int = 100, repeats: int = 5) -> float:
         """Return the seconds that one append of the widest row takes: the best of a few tries (under 1 ms in all)."""
@@ -312,7 +322,7 @@ class TraceWriter:
             for _ in range(rows):
                 self.append("pushes", row)
             took_s.append(time.perf_counter() - begin_s)
-            self._rings["pushes"].used = 0
+            self._buffers["pushes"].used = 0
         return min(took_s) / rows
 
     def _lay_out(self, tables: Mapping[str, TableSchema], attributes: Mapping[str, Any]) -> None:
@@ -330,17 +340,17 @@ class TraceWriter:
         self._file.flush()
 
     def _write_rows(self) -> None:
-        for table, ring in self._rings.items():
-            if ring.used:
-                begin, end = self._n_rows[table], self._n_rows[table] + ring.used
+        for table, buffer in self._buffers.items():
+            if buffer.used:
+                begin, end = self._n_rows[table], self._n_rows[table] + buffer.used
                 dataset = self._datasets[table]
                 dataset.resize((end,))
-                dataset[begin:end] = ring.rows[: ring.used]
-                self._checksums[table] = checksum(ring.rows[: ring.used], self._checksums[table])
+                dataset[begin:end] = buffer.rows[: buffer.used]
+                self._checksums[table] = checksum(buffer.rows[: buffer.used], self._checksums[table])
                 if self.observer is not None:
-                    self.observer(table, ring.rows[: ring.used])
+                    self.observer(table, buffer.rows[: buffer.used])
                 self._n_rows[table] = end
-                ring.used = 0
+                buffer.used = 0
 
     @contextmanager
     def _or_abandon(self) -> Iterator[None]:
@@ -363,8 +373,8 @@ class TraceWriter:
             self._file.close()
 
     def _drop_rows(self) -> None:
-        for ring in self._rings.values():
-            ring.used = 0
+        for buffer in self._buffers.values():
+            buffer.used = 0
 
     def _write_progress(self) -> None:
         # Modified in place, so that the attributes exist at every moment.

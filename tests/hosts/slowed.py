@@ -26,12 +26,13 @@ def slow_down(update_s: float) -> list[float]:
     """Make updates take so long; a list that their real durations are put on."""
     apply, took_s = Store.apply, []
 
-    def slowly(self: Store, *arguments: Any) -> None:
+    def slowly(self: Store, *arguments: Any) -> float:
         begin_s = time.perf_counter()
-        apply(self, *arguments)
+        gradient_sq = apply(self, *arguments)
         while time.perf_counter() < begin_s + update_s:
             pass
         took_s.append(time.perf_counter() - begin_s)
+        return gradient_sq
 
     Store.apply = slowly  # type: ignore[method-assign]
     return took_s

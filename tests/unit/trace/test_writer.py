@@ -182,19 +182,23 @@ def test_closing_needs_a_final_status(path, wrong):
         trace.close(wrong)
 
 
-def test_more_rows_than_fit_in_memory(path, monkeypatch):
-    monkeypatch.setattr(writer, "RING_ROWS", 128)
+def test_many_rows_wait_until_a_flush_is_asked_for(path, monkeypatch):
+    monkeypatch.setattr(writer, "DUE_ROWS", 128)
     with TraceWriter(path, ATTRIBUTES) as trace:
         for seq in range(1000):
-            trace.append("grants", (seq, *GRANT[1:]))
             if seq % 3 == 0:
-                trace.append("updates", (seq, 0.0, 1, 0.1, 32, 0.5))
+                trace.append("updates", (seq, 0.0, 1, 0.1, 32, math.nan))
+            trace.append("grants", (seq, *GRANT[1:]))
+            trace.amend("updates", 0, "gradient_sq", 0.5 * seq)
+            if seq % 200 == 0:
+                trace.flush_if_due(0.0)
         on_disk = reader.load(path)
-        assert len(on_disk.tables["grants"]) == 128 * 7
-        assert len(on_disk.tables["updates"]) == -(-128 * 7 // 3), "all tables are flushed together"
+        assert len(on_disk.tables["grants"]) == 801
+        assert len(on_disk.tables["updates"]) == 267, "all tables are flushed together"
     trace = reader.load(path)
     assert (trace.tables["grants"]["seq"] == np.arange(1000)).all()
     assert (trace.tables["updates"]["version"] == np.arange(0, 1000, 3)).all()
+    assert np.isfinite(trace.tables["updates"]["gradient_sq"]).all(), "amended after later rows, and before the flush"
 
 
 def test_flushing_is_due_every_few_seconds(path):
@@ -274,7 +278,7 @@ def test_after_a_failed_write_the_file_is_left_alone(path, monkeypatch):
     def fail(self, *args):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(writer, "RING_ROWS", 128)
+    monkeypatch.setattr(writer, "DUE_ROWS", 128)
     with TraceWriter(path, ATTRIBUTES) as trace:
         trace.append("grants", GRANT)
         trace.flush()

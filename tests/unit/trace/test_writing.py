@@ -20,7 +20,7 @@ from hpcsync.trace.schema import SCHEMA, TABLES
 from hpcsync.trace.writer import TraceWriter
 from tests.stateful import SEARCH, STATEFUL, assert_caught
 
-RING_ROWS = 4  # so few that appends flush
+DUE_ROWS = 4  # so few that appends enlarge the buffers
 FILES = settings(STATEFUL, max_examples=20, stateful_step_count=20)
 ATTRIBUTES = {"job": "", "n_servers": 1, "n_workers": 2, "paradigm": "asp", "hosts": "a", "created": "now"}
 NAMES = ["decisions", "pushes", "updates"]  # the others would only take time
@@ -45,7 +45,7 @@ class Rows(RuleBasedStateMachine):
         self.described: dict[str, int] = {}
         self.status = "running"
         self.writer = self.writer_class(self.path, ATTRIBUTES)
-        self.append("updates", RING_ROWS)
+        self.append("updates", 1)
 
     def expect(self, path: Path) -> None:
         """Assert that a trace has the rows up to the last flush, the attributes and the status."""
@@ -61,8 +61,6 @@ class Rows(RuleBasedStateMachine):
     def append(self, table: str, n: int) -> None:
         rows = self.appended[table]
         for _ in range(n):
-            if len(rows) - self.flushed[table] == RING_ROWS:
-                self.has_flushed()
             self.writer.append(table, make_row(table, len(rows)))
             rows.append(make_row(table, len(rows)))
 
@@ -74,6 +72,15 @@ class Rows(RuleBasedStateMachine):
     def flush(self, sync: bool) -> None:
         (self.writer.sync if sync else self.writer.flush)()
         self.has_flushed()
+        assert self.writer.n_rows() == self.flushed, "rows are not the flushed ones"
+
+    @precondition(lambda self: self.status == "running")
+    @rule()
+    def flush_if_due(self) -> None:
+        due = any(len(rows) - self.flushed[table] >= DUE_ROWS for table, rows in self.appended.items())
+        self.writer.flush_if_due(0.0)
+        if due:
+            self.has_flushed()
         assert self.writer.n_rows() == self.flushed, "rows are not the flushed ones"
 
     @precondition(lambda self: self.status == "running")
@@ -140,7 +147,7 @@ class Rows(RuleBasedStateMachine):
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
-    monkeypatch.setattr(writer, "RING_ROWS", RING_ROWS)
+    monkeypatch.setattr(writer, "DUE_ROWS", DUE_ROWS)
     monkeypatch.setattr(writer, "SCHEMA", {name: SCHEMA[name] for name in NAMES})
     monkeypatch.setattr(reader, "TABLES", {name: TABLES[name] for name in NAMES})
     monkeypatch.setattr(TraceWriter, "_time_append", lambda self: 0.0)
@@ -154,7 +161,7 @@ class TellsTooEarly(TraceWriter):
     """The number of rows reaches the file before the rows."""
 
     def flush(self) -> None:
-        self._n_rows, n_rows = {table: n + self._rings[table].used for table, n in self._n_rows.items()}, self._n_rows
+        self._n_rows, n_rows = {table: n + self._buffers[table].used for table, n in self._n_rows.items()}, self._n_rows
         self._write_progress()
         self._file.flush()
         self._n_rows = n_rows
@@ -166,10 +173,10 @@ class ForgetsToTell(TraceWriter):
         pass
 
 
-class LosesFullRings(TraceWriter):
+class LosesFullBuffers(TraceWriter):
     def append(self, table: str, row: Sequence[Any]) -> None:
-        if self._rings[table].used == writer.RING_ROWS:
-            self._rings[table].used = 0
+        if self._buffers[table].used == writer.DUE_ROWS:
+            self._buffers[table].used = 0
         super().append(table, row)
 
 
@@ -193,7 +200,7 @@ class ClosesUnflushed(TraceWriter):
     [
         (TellsTooEarly, "rows are not the"),
         (ForgetsToTell, "rows are not the"),
-        (LosesFullRings, "rows are not the"),
+        (LosesFullBuffers, "rows are not the"),
         (KeepsLaterRows, "rows are not the"),
         (ClosesUnflushed, "rows are not the"),
     ],
