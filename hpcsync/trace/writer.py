@@ -46,7 +46,7 @@ from hpcsync.trace.schema import (
     hdf5_attributes,
 )
 
-DUE_ROWS = 8192  # rows of a table in memory with which a flush is due
+DUE_ROWS = 8192  # rows in memory with which a flush is due
 CHUNK_BYTES = 65536  # a chunk is written whole, so it should hold no more than a few seconds of rows
 FLUSH_INTERVAL_S = 2.0
 COPIED_ROWS = 100_000  # copied at once
@@ -130,6 +130,7 @@ class TraceWriter:
         self.observer: Callable[[str, np.ndarray], None] | None = None  # called with the rows of a table at each flush
         tables = {**SCHEMA, "decisions": decisions_table(decision_fields or {})}
         self._buffers = {name: _Buffer(_with_enums(table.dtype)) for name, table in tables.items()}
+        self._n_waiting = 0  # rows in the buffers
         self._append_s = self._time_append()
         self._flush_s = 0.0
         self._flushed_at_s = 0.0
@@ -216,6 +217,7 @@ class TraceWriter:
             For a wrong number or type of values.
         """
         self._buffers[table].append(row)
+        self._n_waiting += 1
 
     def amend(self, table: str, back: int, column: str, value: float) -> None:
         """Set a float64 of a row that was appended before it was known; without effect once the row is in the file.
@@ -232,7 +234,7 @@ class TraceWriter:
         self._buffers[table].amend(back, column, value)
 
     def flush_if_due(self, now_s: float) -> None:
-        """Flush if the last flush is FLUSH_INTERVAL_S ago, or a table has DUE_ROWS rows in memory.
+        """Flush if the last flush is FLUSH_INTERVAL_S ago, or DUE_ROWS rows are in memory.
 
         To be called when no worker waits for the server. Nothing else flushes during a run, so that the rows of one
         event reach the file together, and `amend` finds those that it completes.
@@ -242,8 +244,7 @@ class TraceWriter:
         now_s
             Seconds on a clock that advances with real time, the same at each call.
         """
-        full = any(buffer.used >= DUE_ROWS for buffer in self._buffers.values())
-        if full or now_s - self._flushed_at_s >= FLUSH_INTERVAL_S:
+        if self._n_waiting >= DUE_ROWS or now_s - self._flushed_at_s >= FLUSH_INTERVAL_S:
             self.flush()
             self._flushed_at_s = now_s
 
@@ -259,7 +260,7 @@ class TraceWriter:
         begin_s = time.perf_counter()
         if not self._writable:
             self._drop_rows()
-        elif any(buffer.used for buffer in self._buffers.values()):
+        elif self._n_waiting:
             with self._or_abandon():
                 self._write_rows()
                 self._file.flush()
@@ -294,7 +295,7 @@ class TraceWriter:
     @property
     def tracing_overhead_s(self) -> float:
         """Seconds that tracing has cost the deciding server so far."""
-        n_rows = sum(self._n_rows.values()) + sum(buffer.used for buffer in self._buffers.values())
+        n_rows = sum(self._n_rows.values()) + self._n_waiting
         return self._flush_s + n_rows * self._append_s
 
     def __enter__(self) -> Self:
@@ -322,7 +323,7 @@ class TraceWriter:
             for _ in range(rows):
                 self.append("pushes", row)
             took_s.append(time.perf_counter() - begin_s)
-            self._buffers["pushes"].used = 0
+            self._drop_rows()
         return min(took_s) / rows
 
     def _lay_out(self, tables: Mapping[str, TableSchema], attributes: Mapping[str, Any]) -> None:
@@ -351,6 +352,7 @@ class TraceWriter:
                     self.observer(table, buffer.rows[: buffer.used])
                 self._n_rows[table] = end
                 buffer.used = 0
+        self._n_waiting = 0
 
     @contextmanager
     def _or_abandon(self) -> Iterator[None]:
@@ -375,6 +377,7 @@ class TraceWriter:
     def _drop_rows(self) -> None:
         for buffer in self._buffers.values():
             buffer.used = 0
+        self._n_waiting = 0
 
     def _write_progress(self) -> None:
         # Modified in place, so that the attributes exist at every moment.

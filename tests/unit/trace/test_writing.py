@@ -77,7 +77,7 @@ class Rows(RuleBasedStateMachine):
     @precondition(lambda self: self.status == "running")
     @rule()
     def flush_if_due(self) -> None:
-        due = any(len(rows) - self.flushed[table] >= DUE_ROWS for table, rows in self.appended.items())
+        due = sum(len(rows) - self.flushed[table] for table, rows in self.appended.items()) >= DUE_ROWS
         self.writer.flush_if_due(0.0)
         if due:
             self.has_flushed()
