@@ -97,9 +97,10 @@ GradientSquare = Annotated[
     Stored(
         "<f8",
         "1",
-        "Squared norm of the worker's own mean gradient of its batch, before compression and clipping; NaN where none "
-        "was computed here: without arithmetic, under layer separation, for a cancelled iteration, or where a push is "
-        "not a gradient but the weights or their change (EASGD, ASHL, ADSP, asynchronous DiLoCo).",
+        "Squared norm of the worker's own mean gradient of its batch, before compression and clipping; infinite if the "
+        "gradient is not finite, NaN where none was computed here: without arithmetic, under layer separation, for a "
+        "cancelled iteration, or where a push is not a gradient but the weights or their change (EASGD, ASHL, ADSP, "
+        "asynchronous DiLoCo).",
     ),
 ]
 

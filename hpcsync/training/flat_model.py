@@ -7,6 +7,7 @@ into the gradient buffer, and a transfer into the weight buffer is the model's n
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -38,10 +39,11 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
 
 
 def squared_norm(vector: torch.Tensor) -> float:
-    """Return the sum of squares of a vector, shape (size,), as torch sums it."""
+    """Return the sum of squares of a vector, shape (size,), as torch sums it; infinity if the vector is not finite."""
     if vector.dtype.itemsize < 4:
         vector = vector.float()
-    return float(torch.dot(vector, vector))
+    square = float(torch.dot(vector, vector))
+    return math.inf if math.isnan(square) else square
 
 
 def flat_dtype(parameters: Sequence[nn.Parameter]) -> torch.dtype:

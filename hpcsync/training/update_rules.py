@@ -142,13 +142,17 @@ class DelayCompensated(Descent):
         Strength of the correction, above 0.
     decay
         Factor of the moving average with each gradient; None: there is none.
+    measures
+        See `Descent`.
     """
 
     corrects = True
     state_types = {"_mean_squares": dict[int, torch.Tensor]}
 
-    def __init__(self, optimizer: OptimizerFactory, strength: float, decay: float | None = None) -> None:
-        super().__init__(optimizer)
+    def __init__(
+        self, optimizer: OptimizerFactory, strength: float, decay: float | None = None, *, measures: bool = True
+    ) -> None:
+        super().__init__(optimizer, measures=measures)
         self._strength = strength
         self._decay = decay
         self._mean_squares: dict[int, torch.Tensor] = {}  # by worker
@@ -280,10 +284,10 @@ def of_job(job: Job, optimizer: OptimizerFactory) -> Rule:
             return Commit() if outer is None else DelayedNesterov(*outer)
         case "position":
             return Elastic()
-    correction = job.paradigm.delay_correction
+    correction, measures = job.paradigm.delay_correction, not isinstance(job.workload, Timing)
     if correction is None:
-        return Descent(optimizer, measures=not isinstance(job.workload, Timing))
-    return DelayCompensated(optimizer, *correction)
+        return Descent(optimizer, measures=measures)
+    return DelayCompensated(optimizer, *correction, measures=measures)
 
 
 def towards(place: torch.Tensor, target: torch.Tensor, rate: float) -> torch.Tensor:

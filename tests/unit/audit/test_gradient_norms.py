@@ -8,10 +8,10 @@ from hpcsync.audit.gradient_norms import check_norms
 from hpcsync.audit.trace_audit import audit
 from hpcsync.config.job import Job
 from hpcsync.core.job_validation import check
-from hpcsync.trace.schema import Outcome
+from hpcsync.trace.schema import TABLES, Outcome
 from tests.unit.jobs import LINEAR, REQUIRED
 from tests.unit.simulator.runs import simulated
-from tests.unit.trace.recorder import edit
+from tests.unit.trace.recorder import edit, with_rows
 
 SECONDS = [0.1, 0.13, 0.21]
 GRADIENTS = ["bsp", "asp", "ssp", "k-sync", "k-batch-sync", "k-async", "k-batch-async", "sync-switch"]
@@ -97,6 +97,18 @@ def test_wrong_norms_are_found(tmp_path, name, table, column, factor, expected):
     row = 4
     assert table != "pushes" or rows["outcome"][row] == Outcome.APPLIED
     assert wrong(edit(trace, table, row, **{column: factor * rows[column][row]})) == [expected]
+
+
+def test_a_push_of_an_older_format_may_be_handled_after_the_run_has_resumed(tmp_path):
+    trace = trained(tmp_path, "k-sync")
+    pushes, starts = trace.tables["pushes"].copy(), np.zeros(2, TABLES["starts"])
+    computed_s = pushes["end_s"][4]
+    pushes["gradient_sq"][pushes["end_s"] <= computed_s] = np.nan
+    pushes["now_s"] += 0.01
+    resumed = with_rows(trace, "pushes", pushes)
+    for start_s, expected in ((computed_s + 0.005, []), (computed_s - 0.005, [KNOWN])):
+        starts["now_s"][1] = start_s
+        assert wrong(with_rows(resumed, "starts", starts)) == expected
 
 
 def test_a_trace_of_an_older_format_has_no_check(tmp_path):

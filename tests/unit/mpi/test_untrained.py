@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -120,3 +122,28 @@ def test_a_loop_without_a_step_is_said_and_fails_the_audit(tmp_path, capsys, par
     said = [line for line in capsys.readouterr().err.splitlines() if "no worker has made a step" in line]
     assert len(said) == 1
     assert failed(tmp_path / "run" / "trace.h5") == {CHECK}
+
+
+@pytest.mark.parametrize("part", ["body", "fc"])
+def test_a_gradient_that_is_not_finite_in_the_part_of_one_server_ends_no_run(tmp_path, part):
+    """Each of two servers states the norm of its part, and server 0 waits for both."""
+
+    def script(comm: Any) -> None:
+        torch.manual_seed(1)
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        data = torch.utils.data.TensorDataset(torch.randn(40, 5), torch.randn(40, 1))
+        with hpcsync.connect(model, optimizer, "bsp", out=tmp_path, comm=comm, servers=2) as sync:
+            for step, (inputs, targets) in enumerate(sync.shard(data, batch_size=4)):
+                loss = torch.nn.functional.mse_loss(model(inputs), targets)
+                optimizer.zero_grad()
+                loss.backward()
+                if step == 1:
+                    getattr(model, part).weight.grad[0, 0] = math.nan
+                sync.step(loss)
+
+    run(4, script)
+    trace = load(tmp_path / "trace.h5")
+    norms = trace.tables["updates"]["gradient_sq"]
+    assert np.isfinite(norms[0]) and np.isposinf(norms[1:]).all()
+    assert failed(trace.path) == set()

@@ -1,5 +1,7 @@
 """Update rules: a step along the mean gradient, or a centre that moves towards the workers."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,7 @@ from hpcsync.core.roles import Roles
 from hpcsync.training.optimizers import OptimizerSpec
 from hpcsync.training.parameter_store import Store, row_size
 from hpcsync.training.update_rules import DelayedNesterov, Descent, Elastic, of_job, towards
-from tests.unit.jobs import make_job
+from tests.unit.jobs import LINEAR, make_job
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -32,6 +34,17 @@ def test_servers_descend_or_hold_a_centre():
     spec = OptimizerSpec("sgd", 0.1)
     assert type(of_job(make_job(), spec)) is Descent
     assert type(of_job(make_job(paradigm={"name": "easgd"}), spec)) is Elastic
+
+
+@pytest.mark.parametrize("paradigm", [{"name": "bsp"}, {"name": "asp", "compensation": "constant", "strength": 0.3}])
+@pytest.mark.parametrize(("workload", "known"), [(LINEAR, True), ({"name": "timing", "batch_size": 4}, False)])
+def test_norms_are_measured_where_gradients_are_computed(paradigm, workload, known):
+    """One that is not finite is infinite, and can be told from one that is not measured."""
+    rule = of_job(make_job(workload=workload, paradigm=paradigm), OptimizerSpec("sgd", 0.1))
+    rule.bind(torch.nn.Parameter(torch.ones(3)))
+    gradients = torch.tensor([[2.0, 3.0, 6.0], [0.0, math.nan, 1.0]])
+    norms = [rule.update([gradient], 0.1, [1.0], 1.0) for gradient in gradients]
+    assert np.array_equal(norms, [49.0, math.inf] if known else [math.nan, math.nan], equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
