@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from reproductions import advise as advice_regret
 from reproductions import ashl as ashl_paper
 from reproductions import dssp as dssp_paper
 from reproductions import dssp_map, dssp_map_real, first_k, first_k_real, gossip_variants, stanza_real
@@ -111,6 +112,22 @@ def law(
 ) -> None:
     """Gradients to a target from batch, delay and gradient noise (McCandlish et al., 2018; Koloskova et al., 2022)."""
     law_of_delay.reproduce(out or Path("reproductions/law"), seeds, processes, Console())
+
+
+@app.command()
+def advise(
+    out: Out = None,
+    seeds: Seeds = 3,
+    processes: Processes = 1,
+    only: Annotated[list[str] | None, typer.Option(metavar="SETTING", help="Such as digits-equal-0; all else.")] = None,
+    shuffled: Annotated[
+        bool, typer.Option("--shuffled", help="Advise from shuffled times too, as a negative control.")
+    ] = False,
+) -> None:
+    """Regret of hpcsync advise: every candidate on real ranks, one run at a time, beside the one that was advised."""
+    every = advice_regret.settings(tuple(advice_regret.WORKLOADS))
+    chosen = [setting for setting in every if str(setting) in only] if only else advice_regret.settings()
+    advice_regret.reproduce(out or Path("reproductions/advise"), seeds, processes, Console(), chosen, shuffled)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "ASP": {"name": "asp"},
 }
 SYNCHRONOUS, ASYNCHRONOUS = ("BSP", "k-sync"), ("SSP 3", "DSSP", "ASP")
+KAPPA = {0.0: 0.70, 0.9: 1.57}  # what this script has found, by momentum
 COLOURS = {method: plotting.PARADIGM_COLOURS[str(table["name"])] for method, table in METHODS.items()}
 
 

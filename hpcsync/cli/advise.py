@@ -22,7 +22,7 @@ from hpcsync.cli import finished_runs, grid
 from hpcsync.config import job as jobs
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import OPTIONS, Job, Script, default_servers
-from hpcsync.planning.candidates import RATES, Candidate, candidates, kept
+from hpcsync.planning.candidates import BY_SPEED, RATES, Candidate, candidates, kept
 from hpcsync.system.signals import Interrupted, interrupt, on_signals
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ TRIAL_SEEDS = (1, 2)  # of the first trial and the second
 FURTHER = 2  # rates that follow for a candidate whose best one is at an end of those tried
 FIRST_SEED = 1_000  # counted from the job's: seeds of the trials before the last
 REFERENCES = ("bsp", "allreduce")  # the first that can be simulated is kept to the end
+WITH_BATCHES = " + batches by speed"  # in labels
 MEASURED_UPDATES = 200  # of the reference without gradients, from which the length of the trials follows
 
 
@@ -97,6 +98,7 @@ class _Adviser:
         self._begin_s = time.monotonic()
         self._n_simulated = 0
         self._left_out: dict[str, str] = {}
+        self._trials: list[dict[str, Any]] = []
         self._trace: Trace | None = None
         self._times: list[Any] = []
         if asked.measured is not None:
@@ -183,6 +185,7 @@ class _Adviser:
             if found is None:
                 break
             last = Found(share, found)
+            self._note(n + 1, share * limit_s, found, len(seeds))
             if not is_last:
                 every = self._best(found, KEPT[n], len(seeds), reference)
         if last is None:
@@ -198,7 +201,7 @@ class _Adviser:
 
         n_workers = self._job.cluster.workers
         if self._asked.paradigms:
-            asked = [Candidate(grid.paradigm_table(text), {}) for text in self._asked.paradigms]
+            asked = [_candidate(text) for text in self._asked.paradigms]
         else:
             asked = candidates(n_workers, iteration_s)
         found = []
@@ -273,6 +276,18 @@ class _Adviser:
             trained: {seed: finished_runs.read(folder).summary for seed, folder in of_seeds.items()}
             for trained, of_seeds in places.items()
         }
+
+    def _note(self, number: int, limit_s: float, found: Mapping[Trained, Mapping[int, Summary]], n_seeds: int) -> None:
+        """Keep what each candidate did in a trial with its best rate, for `advice.json`."""
+        from hpcsync.report.advice import trial_numbers
+
+        rows = []
+        for label, (_, trained) in _best_rates(found, n_seeds).items():
+            folder = f"trial-{number}/{_stem(trained)}"
+            rows.append(
+                {"label": label, "lr_factor": trained.factor, "folder": folder, **trial_numbers(found[trained])}
+            )
+        self._trials.append({"limit_s": limit_s, "candidates": rows})
 
     def _simulate(self, todo: Mapping[Path, Job], about: str) -> bool:
         """Simulate jobs, several at a time; return whether all are done, False once the budget is spent."""
@@ -351,6 +366,7 @@ class _Adviser:
             "lr_factors": factors,
             "predicted": predicted,
             "ranking": reports.numbers(advice),
+            "trials": self._trials,
             "left_out": self._left_out,
             "simulated": self._n_simulated,
             "took_s": time.monotonic() - self._begin_s,
@@ -465,11 +481,17 @@ def _finished(folder: Path, job: Job) -> bool:
     return True
 
 
+def _candidate(text: str) -> Candidate:
+    """Return the candidate of an option `--paradigm`."""
+    batches = dict(BY_SPEED) if text.endswith(WITH_BATCHES) else {}
+    return Candidate(grid.paradigm_table(text.removesuffix(WITH_BATCHES)), batches)
+
+
 def _label(candidate: Candidate) -> str:
     rows = {"paradigm": candidate.paradigm, **({"batches": candidate.batches} if candidate.batches else {})}
     words = [f"{key}={grid.in_one_line(_rounded(value))}" for key, value in rows.items()]
     label = grid.label(words[:1])
-    return label + (" + batches by speed" if candidate.batches else "")
+    return label + (WITH_BATCHES if candidate.batches else "")
 
 
 def _rounded(table: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 RATES = (0.5, 1.0, 2.0)  # factors of a job's learning rate that every candidate is tried with
 LOCAL_STEPS = (4, 16)
 STALENESS = (3,)
+BY_SPEED = {"policy": "equal-finish"}  # of batches
 PERIOD_ITERATIONS = 50  # of ADSP's check period (in its paper about 100)
 
 
@@ -56,7 +57,7 @@ def candidates(n_workers: int, iteration_s: float) -> list[Candidate]:
         {"name": "ashl"},
     ]
     found = [Candidate(paradigm, {}) for paradigm in paradigms]
-    by_speed = [Candidate({"name": name}, {"policy": "equal-finish"}) for name in ("allreduce", "bsp")]
+    by_speed = [Candidate({"name": name}, dict(BY_SPEED)) for name in ("allreduce", "bsp")]
     return [*found[:2], *by_speed, *found[2:]]
 
 

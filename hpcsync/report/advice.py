@@ -80,6 +80,25 @@ def prediction(runs: Iterable[Summary]) -> dict[str, float]:
     return found | ({"samples_per_s": sum(speeds) / len(speeds)} if speeds else {})
 
 
+def trial_numbers(runs: Mapping[int, Summary]) -> dict[str, Any]:
+    """Return what the runs of one candidate did in one trial: means over its seeds, for JSON.
+
+    Parameters
+    ----------
+    runs
+        Summaries by seed.
+    """
+    times = [run.time_to_target_s for run in runs.values() if run.time_to_target_s is not None]
+    losses = [run.final_loss for run in runs.values() if run.final_loss is not None]
+    return {
+        "seeds": list(runs),
+        "arrived": len(times),
+        "time_s": sum(times) / len(times) if len(times) == len(runs) else None,
+        "loss": sum(losses) / len(losses) if losses else None,
+        "predicted": prediction(runs.values()),
+    }
+
+
 def why(advised: Mapping[int, Summary], reference: Mapping[int, Summary], name: str) -> str:
     """Return one sentence: how many samples a second it trains, and how many it needs, beside a reference.
 

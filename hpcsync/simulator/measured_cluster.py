@@ -18,6 +18,7 @@ from hpcsync.config.job import Job, Script
 from hpcsync.trace.reader import Trace
 
 BLOCK = 20  # iterations that stay together
+MESSAGES = 6  # latencies of a simulated iteration with one server: of the push, the grant and the weights
 LEAST = 30  # iterations of each worker, of which the first does not count
 
 
@@ -85,11 +86,27 @@ def write_table(each: list[np.ndarray], path: Path) -> None:
             rows.writerows((worker, i, repr(float(second))) for i, second in enumerate(seconds))
 
 
+def turnaround_s(trace: Trace) -> float:
+    """Return the seconds from a push to its grant beside waiting for other workers; 0 without servers.
+
+    It is the mean over rounds, of as many successive pushes as there are workers, of the least wait: who comes last
+    waits for nobody. The update, messages, and processes that share a core are in it.
+    """
+    if not trace.job.has_servers:
+        return 0.0
+    rows, n = trace.tables["pushes"], trace.n_workers
+    waits = rows[rows["iteration"] > 1]["wait_s"]
+    waits = waits[: len(waits) // n * n].reshape(-1, n)
+    return float(waits.min(axis=1).mean()) if len(waits) else 0.0
+
+
 def network(trace: Trace) -> dict[str, Any]:
     """Return the ``[cluster.network]`` that a run has measured; empty if its transfers took no time.
 
-    The servers' links are as wide as all workers' together: what they limited is in the workers' rates already.
+    The servers' links are as wide as all workers' together: what they limited is in the workers' rates already. The
+    latency is such that all messages of an iteration together take the turnaround; that of transfers is in the rates.
     """
     if (rates := bandwidth_gbit(trace)) is None:
         return {}
-    return {"bandwidth_gbit": rates, "server_bandwidth_gbit": sum(rates), "latency_us": 0.0}
+    latency_us = 1e6 * turnaround_s(trace) / MESSAGES
+    return {"bandwidth_gbit": rates, "server_bandwidth_gbit": sum(rates), "latency_us": latency_us}

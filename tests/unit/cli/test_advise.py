@@ -75,6 +75,11 @@ def test_a_straggler_decides_and_the_advised_job_is_the_users(job, tmp_path, cap
     assert "Times are those of the job's [cluster]" in said.out
     found = advised(tmp_path / "uneven")
     assert found["advised"] == "asp" and [row["label"] for row in found["ranking"]] == ["asp", "bsp"]
+    last = found["trials"][-1]["candidates"]
+    assert [len(trial["candidates"]) for trial in found["trials"]] == [2, 2, 2]
+    assert {row["label"]: row["lr_factor"] for row in last} == found["lr_factors"]
+    assert [row["predicted"] for row in last if row["label"] == "asp"] == [found["predicted"]]
+    assert all((tmp_path / "uneven" / row["folder"] / "seed-5" / "job.toml").exists() for row in last)
     asked, given = (jobs.load(path) for path in (tmp_path / "uneven" / "advised.toml", job))
     assert asked.paradigm.name == "asp" and asked.stop == given.stop and asked.workload == given.workload
     assert asked.optimizer.lr == pytest.approx(found["lr_factors"]["asp"] * given.optimizer.lr)
@@ -152,6 +157,12 @@ def test_what_cannot_be_advised_on_is_refused_in_one_line(job, tmp_path, overrid
     with pytest.raises(JobError, match=message) as refused:
         main(job, Asked(overrides=[override], out=tmp_path / "out"))
     assert "\n" not in str(refused.value) and not (tmp_path / "out").exists()
+
+
+def test_a_candidate_with_batches_by_speed_can_be_asked_for(job, tmp_path):
+    assert main(job, Asked(paradigms=("bsp", "bsp + batches by speed"), out=tmp_path / "out")) == 0
+    simulated = tmp_path / "out" / "trial-1" / "bsp---batches-by-speed-lr-x1" / "seed-1005" / "job.toml"
+    assert jobs.load(simulated).batches.policy == "equal-finish"
 
 
 def test_candidates_that_do_not_suit_the_job_are_named_with_the_reason(job, tmp_path, capsys):

@@ -95,12 +95,14 @@ def test_rates_are_bytes_over_the_time_of_communication(simulated):
     trace = simulated(job("asp", network=links))
     assert bandwidth_gbit(trace) == pytest.approx([0.5, 1.0, 2.0], rel=0.05)
     assert network(trace)["server_bandwidth_gbit"] == pytest.approx(3.5, rel=0.05)
+    assert network(trace)["latency_us"] == pytest.approx(0.0, abs=0.1)
 
 
+@pytest.mark.parametrize("latency_us", [0.0, 10_000.0])
 @pytest.mark.parametrize("target", ["bsp", "asp", "allreduce"])
-def test_another_paradigm_takes_the_time_that_it_really_would(simulated, tmp_path, target):
+def test_another_paradigm_takes_the_time_that_it_really_would(simulated, tmp_path, target, latency_us):
     """Measured under BSP, the times of another paradigm are within a few percent of those on the true cluster."""
-    links = {"bandwidth_gbit": 1.0, "latency_us": 0.0}
+    links = {"bandwidth_gbit": 1.0, "latency_us": latency_us}
     trace = simulated(job("bsp", network=links))
     write_table(resampled(computation_s(trace, job()), 1), tmp_path / "times.csv")
     table = job(target, network=links).model_dump(exclude_none=True)
