@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import multiprocessing
 import sys
 import time
@@ -18,11 +19,12 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hpcsync.cli import finished_runs, grid
+from hpcsync.cli import finished_runs
+from hpcsync.cli.advice_candidates import Trained, best_rates, candidate, further, label_of, stem
 from hpcsync.config import job as jobs
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import OPTIONS, Job, Script, default_servers
-from hpcsync.planning.candidates import BY_SPEED, RATES, Candidate, candidates, kept
+from hpcsync.planning.candidates import RATES, Candidate, candidates, kept
 from hpcsync.system.signals import Interrupted, interrupt, on_signals
 
 if TYPE_CHECKING:
@@ -32,10 +34,8 @@ if TYPE_CHECKING:
 SHARES = (1 / 9, 1 / 3, 1.0)  # of the virtual time of a trial
 KEPT = (5, 3)  # candidates that are kept at least, after the first trial and the second
 TRIAL_SEEDS = (1, 2)  # of the first trial and the second
-FURTHER = 2  # rates that follow for a candidate whose best one is at an end of those tried
 FIRST_SEED = 1_000  # counted from the job's: seeds of the trials before the last
 REFERENCES = ("bsp", "allreduce")  # the first that can be simulated is kept to the end
-WITH_BATCHES = " + batches by speed"  # in labels
 MEASURED_UPDATES = 200  # of the reference without gradients, from which the length of the trials follows
 
 
@@ -44,20 +44,14 @@ class Asked(NamedTuple):
 
     measured: Path | None = None
     paradigms: Sequence[str] = ()
+    workers: Sequence[int] = ()
+    extrapolate: bool = False
     seeds: int = 3
     budget_s: float | None = None
     at_once: int = 1
     overrides: Sequence[str] = ()
     out: Path | None = None
     as_json: bool = False
-
-
-class Trained(NamedTuple):
-    """A candidate, the factor of its learning rate, and what it is called."""
-
-    label: str
-    candidate: Candidate
-    factor: float = 1.0
 
 
 class Found(NamedTuple):
@@ -68,39 +62,57 @@ class Found(NamedTuple):
 
 
 def main(path: Path, asked: Asked) -> int:
-    """Advise on the job at this path; return the exit status.
+    """Advise on the job at this path, for each of the asked numbers of workers; return the exit status.
 
     Raises
     ------
     JobError
         For a job that cannot be advised on, before anything is simulated.
     """
+    if asked.extrapolate and asked.measured is None:
+        raise JobError("--extrapolate: must come with --from: times of further workers are drawn from a run's")
+    advisers = [_Adviser(path, asked, n_workers) for n_workers in asked.workers or (None,)]
     try:
         with on_signals(interrupt):
-            return _Adviser(path, asked).advise()
+            return max([adviser.advise() for adviser in advisers])
     except Interrupted:
         print("hpcsync: interrupted; the same command resumes", file=sys.stderr)
         return 1
 
 
+def worker_counts(text: str) -> list[int]:
+    """Return the numbers of an option `--workers`, such as "4,8"."""
+    try:
+        found = [int(word) for word in text.split(",")] if text else []
+    except ValueError:
+        found = [0]
+    if any(n < 2 for n in found) or len(set(found)) < len(found):
+        raise JobError(f"--workers {text}: must be different numbers of at least 2, such as 4,8")
+    return found
+
+
 class _Adviser:
     """One advice under way."""
 
-    def __init__(self, path: Path, asked: Asked) -> None:
+    def __init__(self, path: Path, asked: Asked, n_workers: int | None) -> None:
         from hpcsync.workloads.registry import import_beside
 
         self._asked = asked
-        self._job = jobs.load(path, asked.overrides)
+        declared = jobs.load(path, asked.overrides)
+        self._job = declared if n_workers is None else _of_workers(declared, n_workers, asked.measured is not None)
         _refuse(self._job)
         import_beside(path)
         self._path = path
         self._out = asked.out or Path("runs") / f"{self._job.name}-advice"
+        if n_workers is not None:
+            self._out /= f"workers-{n_workers}"
         self._begin_s = time.monotonic()
         self._n_simulated = 0
         self._left_out: dict[str, str] = {}
         self._trials: list[dict[str, Any]] = []
         self._trace: Trace | None = None
         self._times: list[Any] = []
+        self._wider = 1.0  # factor of the intervals
         if asked.measured is not None:
             self._read(asked.measured)
 
@@ -112,7 +124,8 @@ class _Adviser:
             self._trace = load(measured)
         except TraceError as error:
             raise JobError(f"--from: {error}") from None
-        self._times = computation_s(self._trace, self._job)
+        self._times = computation_s(self._trace, self._job, self._asked.extrapolate)
+        self._wider = wider(self._trace.n_workers, self._job.cluster.workers)
 
     # ---- jobs ----
 
@@ -143,7 +156,7 @@ class _Adviser:
 
             cluster["compute"] = {"model": "table", "table": str(self._times_file(seed))}
             cluster.pop("times_from", None)
-            if "network" not in cluster and (links := network(self._trace)):
+            if "network" not in cluster and (links := network(self._trace, seed, cluster["workers"])):
                 cluster["network"] = links
         return table
 
@@ -157,7 +170,7 @@ class _Adviser:
         file = (self._out / f"times-{seed}.csv").absolute()
         if not file.exists():
             file.parent.mkdir(parents=True, exist_ok=True)
-            write_table(resampled(self._times, seed), file)
+            write_table(resampled(self._times, seed, self._job.cluster.workers), file)
         return file
 
     # ---- the trials ----
@@ -165,10 +178,13 @@ class _Adviser:
     def advise(self) -> int:
         """Carry out the trials, print the advice and write it."""
         from hpcsync.report import variants
+        from hpcsync.report.advice import widened
 
         limit_s, iteration_s = self._limit_s()
         field = self._field(iteration_s)
         first = self._job.seed
+        if self._asked.workers:
+            print(f"{self._job.cluster.workers} workers", file=sys.stdout if not self._asked.as_json else sys.stderr)
         print(f"{len(field)} candidates, up to {limit_s:.4g} virtual s each, in {self._out}", file=sys.stderr)
         reference = next((name for name in REFERENCES if any(each.label == name for each in field)), None)
         order = [each.label for each in field]
@@ -179,8 +195,8 @@ class _Adviser:
             begin, n_seeds = (first, self._asked.seeds) if is_last else (first + FIRST_SEED, TRIAL_SEEDS[n])
             seeds = range(begin, begin + n_seeds)
             found = self._trial(n + 1, every, seeds, share * limit_s)
-            while n == 0 and found is not None and (further := _further(found, len(seeds))):
-                more = self._trial(1, further, seeds, share * limit_s)
+            while n == 0 and found is not None and (rates := further(found, len(seeds))):
+                more = self._trial(1, rates, seeds, share * limit_s)
                 found = None if more is None else found | more
             if found is None:
                 break
@@ -193,7 +209,7 @@ class _Adviser:
             return 1
         chosen = {trained.label: trained for trained in last.summaries}
         compared = variants.compare({trained.label: runs for trained, runs in last.summaries.items()})
-        return self._say(compared, chosen, order, reference, last, limit_s)
+        return self._say(widened(compared, self._wider), chosen, order, reference, last, limit_s)
 
     def _field(self, iteration_s: float) -> list[Trained]:
         """Return the candidates that suit the job; note the others with the reason."""
@@ -201,12 +217,12 @@ class _Adviser:
 
         n_workers = self._job.cluster.workers
         if self._asked.paradigms:
-            asked = [_candidate(text) for text in self._asked.paradigms]
+            asked = [candidate(text) for text in self._asked.paradigms]
         else:
             asked = candidates(n_workers, iteration_s)
         found = []
-        for candidate in asked:
-            trained = Trained(_label(candidate), candidate)
+        for each in asked:
+            trained = Trained(label_of(each), each)
             try:
                 check(Job.from_table(self._table(trained, self._job.seed, 1e9)))
                 found.append(trained)
@@ -246,7 +262,7 @@ class _Adviser:
         self, found: Mapping[Trained, Mapping[int, Summary]], least: int, n_seeds: int, reference: str | None
     ) -> list[Trained]:
         """Return the best third of the candidates, each with its best rate, and the reference."""
-        best = _best_rates(found, n_seeds)
+        best = best_rates(found, n_seeds)
         labels = list(best)
         places = kept([best[label][0] for label in labels], least)
         chosen = [labels[place] for place in sorted(places)]
@@ -262,7 +278,7 @@ class _Adviser:
         places: dict[Trained, dict[int, Path]] = {}
         for trained in every:
             for seed in seeds:
-                folder = self._out / f"trial-{number}" / _stem(trained) / f"seed-{seed}"
+                folder = self._out / f"trial-{number}" / stem(trained) / f"seed-{seed}"
                 places.setdefault(trained, {})[seed] = folder
                 job = Job.from_table(self._table(trained, seed, limit_s))
                 if not _finished(folder, job):
@@ -282,10 +298,15 @@ class _Adviser:
         from hpcsync.report.advice import trial_numbers
 
         rows = []
-        for label, (_, trained) in _best_rates(found, n_seeds).items():
-            folder = f"trial-{number}/{_stem(trained)}"
+        for label, (_, trained) in best_rates(found, n_seeds).items():
+            folder = f"trial-{number}/{stem(trained)}"
             rows.append(
-                {"label": label, "lr_factor": trained.factor, "folder": folder, **trial_numbers(found[trained])}
+                {
+                    "label": label,
+                    "lr_factor": trained.factor,
+                    "folder": folder,
+                    **trial_numbers(found[trained], self._wider),
+                }
             )
         self._trials.append({"limit_s": limit_s, "candidates": rows})
 
@@ -350,7 +371,7 @@ class _Adviser:
         factors = {label: trained.factor for label, trained in chosen.items()}
         job_file, predicted = None, {}
         if advice.advised is not None:
-            predicted = reports.prediction(last.summaries[chosen[advice.advised]].values())
+            predicted = reports.prediction(last.summaries[chosen[advice.advised]].values(), self._wider)
             job_file = self._out / "advised.toml"
             advised = self._advised(chosen[advice.advised], predicted)
             job_file.write_text(advised.to_toml(), encoding="utf-8")
@@ -360,6 +381,8 @@ class _Adviser:
             "indistinguishable": advice.alike,
             "target": compared.target,
             "lines": lines,
+            "workers": self._job.cluster.workers,
+            "measured_workers": None if self._trace is None else self._trace.n_workers,
             "limit_s": limit_s,
             "share": last.share,
             "times": "the job's cluster" if self._trace is None else str(self._trace.path),
@@ -392,6 +415,11 @@ class _Adviser:
                 yield f"Of {self._trace.path.parent.name} was predicted: {said}."
         if self._trace is None:
             yield "Times are those of the job's [cluster]; --from RUN takes measured ones."
+        elif self._trace.n_workers != self._job.cluster.workers:
+            yield (
+                f"Extrapolated from {self._trace.n_workers} workers: times and links are drawn from theirs, and "
+                f"intervals are {self._wider:.2f} times as wide. What more workers would cost a server is not known."
+            )
         elif "network" not in tomllib.loads(self._job.to_toml())["cluster"]:
             yield "Links are those that the run measured, without what other transfers would take from them."
         for label, reason in self._left_out.items():
@@ -407,36 +435,6 @@ class _Adviser:
             own["cluster"] | ({} if servers is None else {"servers": servers}),
         )
         return Job.from_table(table | ({"predicted": predicted} if predicted else {}))
-
-
-def _best_rates(
-    found: Mapping[Trained, Mapping[int, Summary]], n_seeds: int
-) -> dict[str, tuple[tuple[float, ...], Trained]]:
-    """Return each candidate with its best rate, and its merit."""
-    from hpcsync.report.variants import merit
-
-    best: dict[str, tuple[tuple[float, ...], Trained]] = {}
-    for trained, runs in found.items():
-        of_this = (merit(runs.values(), n_seeds), trained)
-        if trained.label not in best or of_this[0] < best[trained.label][0]:
-            best[trained.label] = of_this
-    return best
-
-
-def _further(found: Mapping[Trained, Mapping[int, Summary]], n_seeds: int) -> list[Trained]:
-    """Return the next rates of candidates whose best one is the largest or smallest of those tried."""
-    tried: dict[str, list[float]] = {}
-    for trained in found:
-        tried.setdefault(trained.label, []).append(trained.factor)
-    more = []
-    for label, (_, best) in _best_rates(found, n_seeds).items():
-        factors = tried[label]
-        if len(factors) < len(RATES) + FURTHER:
-            if best.factor == max(factors):
-                more.append(best._replace(factor=2 * best.factor))
-            elif best.factor == min(factors):
-                more.append(best._replace(factor=best.factor / 2))
-    return more
 
 
 def simulate_one(job: Job, folder: Path, path: str) -> int:
@@ -455,6 +453,26 @@ def simulate_one(job: Job, folder: Path, path: str) -> int:
     with folder.with_name(f"{folder.name}.log").open("w", encoding="utf-8") as log:
         with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
             return simulate(job, folder, Console(file=log))
+
+
+def wider(n_measured: int, n_workers: int) -> float:
+    """Return how many times as wide the intervals of so many workers are.
+
+    The workers are a sample, and seeds that draw from it anew do not show how it differs from the cluster. If it
+    contributes as much to the variance as the seeds do where no worker is measured twice or left out, the factor is the
+    root of the ratio. That is an assumption.
+    """
+    return math.sqrt(max(n_measured, n_workers) / min(n_measured, n_workers))
+
+
+def _of_workers(job: Job, n_workers: int, measured: bool) -> Job:
+    """Return the job with another number of workers; without its own times, which the measured ones replace."""
+    table = tomllib.loads(job.to_toml())
+    table["cluster"]["workers"] = n_workers
+    table.pop("predicted", None)
+    if measured:
+        table["cluster"].pop("compute", None)
+    return Job.from_table(table)
 
 
 def _refuse(job: Job) -> None:
@@ -479,25 +497,3 @@ def _finished(folder: Path, job: Job) -> bool:
     if Job.from_toml((folder / "job.toml").read_text(encoding="utf-8")).to_toml() != job.to_toml():
         raise JobError(f"--out: {folder} holds a run of another job; give another folder")
     return True
-
-
-def _candidate(text: str) -> Candidate:
-    """Return the candidate of an option `--paradigm`."""
-    batches = dict(BY_SPEED) if text.endswith(WITH_BATCHES) else {}
-    return Candidate(grid.paradigm_table(text.removesuffix(WITH_BATCHES)), batches)
-
-
-def _label(candidate: Candidate) -> str:
-    rows = {"paradigm": candidate.paradigm, **({"batches": candidate.batches} if candidate.batches else {})}
-    words = [f"{key}={grid.in_one_line(_rounded(value))}" for key, value in rows.items()]
-    label = grid.label(words[:1])
-    return label + (WITH_BATCHES if candidate.batches else "")
-
-
-def _rounded(table: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: float(f"{value:.3g}") if isinstance(value, float) else value for key, value in table.items()}
-
-
-def _stem(trained: Trained) -> str:
-    words = f"{trained.label} lr x{trained.factor:g}"
-    return "".join(letter if letter.isalnum() or letter in "=.-" else "-" for letter in words)

@@ -288,6 +288,18 @@ def advise(
             show_default=False,
         ),
     ] = None,
+    workers: Annotated[
+        str,
+        typer.Option(metavar="N,...", help="Advise for these numbers of workers, in turn.", show_default=False),
+    ] = "",
+    extrapolate: Annotated[
+        bool,
+        typer.Option(
+            "--extrapolate",
+            help="With --from and --workers: draw the times of other numbers of workers from the measured ones.",
+            show_default=False,
+        ),
+    ] = False,
     seeds: Annotated[
         int, typer.Option(metavar="N", min=1, max=1000, help="Seeds of the last trial, counted from that of the job.")
     ] = 3,
@@ -311,7 +323,8 @@ def advise(
     with user_errors_in_one_line():
         from hpcsync.cli import advise as advising
 
-        given = (measured, paradigms or (), seeds, budget, at_once, overrides or (), out, as_json)
+        counts = advising.worker_counts(workers)
+        given = (measured, paradigms or (), counts, extrapolate, seeds, budget, at_once, overrides or (), out, as_json)
         sys.exit(advising.main(job, advising.Asked(*given)))
 
 

@@ -611,4 +611,6 @@ def _set_workers(table: dict[str, Any], ranks: int) -> None:
     if type(servers) is int:  # anything else is refused when the job is validated
         if ranks <= servers:
             raise JobError(f"-n {ranks}: must be at least {servers + 1}: cluster.servers = {servers} and a worker")
+        if cluster.get("workers", Cluster.model_fields["workers"].default) != ranks - servers:
+            table.pop("predicted", None)  # that of another number of workers
         cluster["workers"] = ranks - servers

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from rich.table import Table
 
 from hpcsync.report.summary import Summary
-from hpcsync.report.variants import Row, Variants
+from hpcsync.report.variants import Estimate, Row, Variants
 
 CHANCE = 0.02  # probability of being the fastest below which a candidate is told from the fastest
 
@@ -59,10 +59,27 @@ def conclude(found: Variants, order: Sequence[str]) -> Advice:
     return Advice(ordered[0], ordered, tuple(ranking))
 
 
-def prediction(runs: Iterable[Summary]) -> dict[str, float]:
+def widened(found: Variants, factor: float) -> Variants:
+    """Return a comparison with all intervals so many times as wide."""
+
+    def wide(value: Estimate | None) -> Estimate | None:
+        return value and value._replace(half_width=value.half_width and factor * value.half_width)
+
+    rows = [row._replace(time_s=wide(row.time_s), behind_s=wide(row.behind_s)) for row in found.rows]
+    return found._replace(rows=tuple(rows))
+
+
+def prediction(runs: Iterable[Summary], factor: float = 1.0) -> dict[str, float]:
     """Return the `[predicted]` of a job file from runs that reached the target; empty if one of them did not.
 
     The interval is that in which one further run should lie with a probability of 80 %, by Student's distribution.
+
+    Parameters
+    ----------
+    runs
+        Summaries of the runs.
+    factor
+        How many times as wide the interval is.
     """
     from scipy.stats import t
 
@@ -74,19 +91,21 @@ def prediction(runs: Iterable[Summary]) -> dict[str, float]:
     found = {"seconds": mean}
     if len(times) > 1:
         spread = math.sqrt(sum((time - mean) ** 2 for time in times) / (len(times) - 1) * (1 + 1 / len(times)))
-        half = spread * float(t.ppf(0.9, len(times) - 1))
+        half = factor * spread * float(t.ppf(0.9, len(times) - 1))
         found |= {"low_s": max(1e-3 * mean, mean - half), "high_s": mean + half}
     speeds = [run.samples_per_s for run in runs if run.samples_per_s]
     return found | ({"samples_per_s": sum(speeds) / len(speeds)} if speeds else {})
 
 
-def trial_numbers(runs: Mapping[int, Summary]) -> dict[str, Any]:
+def trial_numbers(runs: Mapping[int, Summary], factor: float) -> dict[str, Any]:
     """Return what the runs of one candidate did in one trial: means over its seeds, for JSON.
 
     Parameters
     ----------
     runs
         Summaries by seed.
+    factor
+        See `prediction`.
     """
     times = [run.time_to_target_s for run in runs.values() if run.time_to_target_s is not None]
     losses = [run.final_loss for run in runs.values() if run.final_loss is not None]
@@ -95,7 +114,7 @@ def trial_numbers(runs: Mapping[int, Summary]) -> dict[str, Any]:
         "arrived": len(times),
         "time_s": sum(times) / len(times) if len(times) == len(runs) else None,
         "loss": sum(losses) / len(losses) if losses else None,
-        "predicted": prediction(runs.values()),
+        "predicted": prediction(runs.values(), factor),
     }
 
 

@@ -22,8 +22,17 @@ MESSAGES = 6  # latencies of a simulated iteration with one server: of the push,
 LEAST = 30  # iterations of each worker, of which the first does not count
 
 
-def computation_s(trace: Trace, job: Job) -> list[np.ndarray]:
+def computation_s(trace: Trace, job: Job, extrapolate: bool = False) -> list[np.ndarray]:
     """Return the seconds of loading and computing of each worker's local steps, without the first iteration.
+
+    Parameters
+    ----------
+    trace
+        The run.
+    job
+        The job that is to be simulated.
+    extrapolate
+        Whether it may have another number of workers.
 
     Raises
     ------
@@ -35,13 +44,14 @@ def computation_s(trace: Trace, job: Job) -> list[np.ndarray]:
     assert not isinstance(job.workload, Script)
     steps = np.maximum(rows["local_steps"], 1) if trace.job.has_servers else np.ones(len(rows), int)
     sizes = set(np.unique(rows["batch_size"] // steps).tolist())
-    for name, needed, found in (
-        ("cluster.workers", job.cluster.workers, {trace.n_workers}),
-        ("workload.batch_size", job.workload.batch_size, sizes),
+    for name, needed, found, remedy in (
+        ("cluster.workers", job.cluster.workers, {trace.n_workers}, "; with --extrapolate, further ones are drawn"),
+        ("workload.batch_size", job.workload.batch_size, sizes, ""),
     ):
-        if others := sorted(found - {needed}):
+        others = sorted(found - {needed})
+        if others and not (extrapolate and remedy):
             measured = ", ".join(map(str, others))
-            raise JobError(f"--from {trace.path}: must be of a run with {name} = {needed}, it has {measured}")
+            raise JobError(f"--from {trace.path}: must be of a run with {name} = {needed}, it has {measured}{remedy}")
     seconds = (rows["load_s"] + rows["compute_s"]) / steps
     each = []
     for worker in range(trace.n_workers):
@@ -67,14 +77,48 @@ def bandwidth_gbit(trace: Trace) -> list[float] | None:
     return [8e-9 * float(np.median(own["wire_bytes"] / own["comm_s"])) for own in rates]
 
 
-def resampled(each: list[np.ndarray], seed: int) -> list[np.ndarray]:
-    """Return as many times of each worker as its shortest record has, drawn in blocks that all workers share."""
+def stand_ins(n_measured: int, n_workers: int, seed: int) -> list[int]:
+    """Return for each of these workers the measured one whose times and link it gets.
+
+    As many workers as were measured are these. Of fewer, each seed draws some. Further ones are drawn such that each
+    measured worker stands for equally many, or for one more.
+    """
+    if n_workers == n_measured:
+        return list(range(n_measured))
+    draw = np.random.default_rng([seed, n_measured, n_workers])
+    if n_workers < n_measured:
+        return sorted(draw.permutation(n_measured)[:n_workers].tolist())
+    rounds = [draw.permutation(n_measured) for _ in range(n_workers // n_measured)]
+    return [*range(n_measured), *np.concatenate(rounds).tolist()][:n_workers]
+
+
+def resampled(each: list[np.ndarray], seed: int, n_workers: int | None = None) -> list[np.ndarray]:
+    """Return as many times of each worker as the shortest record has, drawn in blocks.
+
+    The measured workers share the blocks. Further workers have blocks of their own, so that no two workers are slow at
+    the same moments because one stands for both.
+
+    Parameters
+    ----------
+    each
+        Times of each measured worker.
+    seed
+        Seed of the draw.
+    n_workers
+        Number of workers; by default as many as were measured.
+    """
     n = min(map(len, each))
     block = min(BLOCK, n)
-    draw = np.random.default_rng([seed, n])
-    begins = draw.integers(0, n - block + 1, size=-(-n // block))
-    places = (begins[:, None] + np.arange(block)).ravel()[:n]
-    return [seconds[places] for seconds in each]
+
+    def places(*key: int) -> np.ndarray:
+        begins = np.random.default_rng([seed, n, *key]).integers(0, n - block + 1, size=-(-n // block))
+        return (begins[:, None] + np.arange(block)).ravel()[:n]
+
+    shared = places()
+    return [
+        each[measured][shared if worker < len(each) else places(worker)]
+        for worker, measured in enumerate(stand_ins(len(each), n_workers or len(each), seed))
+    ]
 
 
 def write_table(each: list[np.ndarray], path: Path) -> None:
@@ -100,13 +144,23 @@ def turnaround_s(trace: Trace) -> float:
     return float(waits.min(axis=1).mean()) if len(waits) else 0.0
 
 
-def network(trace: Trace) -> dict[str, Any]:
+def network(trace: Trace, seed: int = 0, n_workers: int | None = None) -> dict[str, Any]:
     """Return the ``[cluster.network]`` that a run has measured; empty if its transfers took no time.
 
-    The servers' links are as wide as all workers' together: what they limited is in the workers' rates already. The
-    latency is such that all messages of an iteration together take the turnaround; that of transfers is in the rates.
+    The servers' links are as wide as those of all measured workers together: what they limited is in the workers' rates
+    already, and nothing shows that more workers would find wider ones. The latency is such that all messages of an
+    iteration together take the turnaround; that of transfers is in the rates.
+
+    Parameters
+    ----------
+    trace
+        The run.
+    seed, n_workers
+        See `stand_ins`; by default the workers that were measured.
     """
     if (rates := bandwidth_gbit(trace)) is None:
         return {}
+    of = stand_ins(trace.n_workers, n_workers or trace.n_workers, seed)
     latency_us = 1e6 * turnaround_s(trace) / MESSAGES
-    return {"bandwidth_gbit": rates, "server_bandwidth_gbit": sum(rates), "latency_us": latency_us}
+    links = {"server_bandwidth_gbit": sum(rates), "latency_us": latency_us}
+    return {"bandwidth_gbit": [rates[measured] for measured in of], **links}

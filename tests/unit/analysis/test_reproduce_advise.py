@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from hpcsync.cli.advise import _candidate, _label
+from hpcsync.cli.advice_candidates import candidate, label_of
 from hpcsync.config.job import Job
 from hpcsync.core.job_validation import check
 from hpcsync.trace.reader import load
@@ -23,8 +23,8 @@ def made(times: dict[str, dict[str, list[float]]], advised: dict[str, str]) -> p
     return pd.DataFrame(
         [
             {"setting": setting, "candidate": label, "seed": seed, "time_s": time_s, "duration_s": 20.0, "place": place,
-             "advised": advised[setting] == label, "other": others[setting], "low_s": 2.0, "high_s": 4.5, "samples": 100,
-             "advice_s": 5.0, "profile_s": 1.0, "advice_samples": 700, "built_with": False,
+             "advised": advised[setting] == label, "other": others[setting], "low_s": 2.0, "high_s": 4.5,
+             "samples": 100, "advice_s": 5.0, "profile_s": 1.0, "advice_samples": 700, "built_with": False,
              "law_seconds": place, "law_seconds_1": -place, "predicted_samples_per_s": place}
             for setting, of_setting in times.items()
             for place, (label, of_label) in enumerate(of_setting.items())
@@ -74,7 +74,7 @@ def test_order_and_coverage(runs):
 
 def test_candidates_are_called_as_the_advice_calls_them():
     for label in CANDIDATES:
-        assert _label(_candidate(advise.option(label))) == label
+        assert label_of(candidate(advise.option(label))) == label
 
 
 def test_every_job_is_valid_and_stragglers_follow_from_the_seed():

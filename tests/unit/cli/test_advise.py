@@ -7,14 +7,17 @@ import json
 import sys
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from hpcsync.cli import advise, report
-from hpcsync.cli.advise import Asked, main
+from hpcsync.cli.advice_candidates import FURTHER
+from hpcsync.cli.advise import Asked, main, worker_counts
 from hpcsync.config import job as jobs
 from hpcsync.config.errors import JobError
+from hpcsync.report.advice import prediction
 from hpcsync.report.summary import beside_prediction, summarize
 from hpcsync.run_dir import layout
 from hpcsync.simulator import measured_cluster
@@ -111,6 +114,46 @@ def test_times_of_a_run_replace_those_of_the_job(job, tmp_path, capsys):
     assert files == ["times-1005.csv", "times-1006.csv", "times-5.csv", "times-6.csv", "times-7.csv"]
 
 
+def test_other_numbers_of_workers_need_a_measurement_or_leave_to_extrapolate(job, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(measured_cluster, "LEAST", 2)
+    measured = jobs.load(job, ["stop={updates = 60}"])
+    assert simulate(measured, tmp_path / "run", Console(quiet=True)) == 0
+    asked = Asked(measured=tmp_path / "run", paradigms=("bsp", "asp"), workers=(3, 5), out=tmp_path / "out")
+    with pytest.raises(
+        JobError, match="cluster.workers = 5, it has 3; with --extrapolate, further ones are drawn"
+    ) as no:
+        main(job, asked)
+    assert "\n" not in str(no.value) and not (tmp_path / "out").exists(), "nothing is simulated before"
+    assert main(job, asked._replace(extrapolate=True)) == 0
+    said = capsys.readouterr().out
+    assert said.index("3 workers\n") < said.index("5 workers\n") < said.index("Extrapolated from 3 workers: ")
+    assert said.count("Extrapolated") == 1 and "intervals are 1.29 times as wide" in said
+    three, five = (advised(tmp_path / "out" / f"workers-{n}") for n in (3, 5))
+    assert jobs.load(five["job"]).cluster.workers == five["workers"] == 5 and five["measured_workers"] == 3
+    assert jobs.load(three["job"]).predicted is not None
+    last = five["trials"][-1]["candidates"][0]
+    folder = tmp_path / "out" / "workers-5" / last["folder"]
+    times = [summarize(load(folder / f"seed-{seed}")).time_to_target_s for seed in (5, 6, 7)]
+    plain = prediction(SimpleNamespace(time_to_target_s=t, samples_per_s=None) for t in times)
+    assert last["predicted"]["high_s"] - last["predicted"]["seconds"] == pytest.approx(
+        (5 / 3) ** 0.5 * (plain["high_s"] - plain["seconds"])
+    )
+
+
+def test_without_a_measurement_declared_times_say_how_many_workers_there_may_be(job, tmp_path, capsys):
+    with pytest.raises(JobError, match="--extrapolate: must come with --from"):
+        main(job, Asked(extrapolate=True, workers=(4,)))
+    with pytest.raises(JobError, match="cluster.compute.seconds"):
+        main(job, Asked(workers=(4,), out=tmp_path / "out"))
+    one = ["cluster.compute.seconds=0.1"]
+    assert main(job, Asked(workers=(4,), overrides=one, paradigms=("bsp", "asp"), out=tmp_path / "out")) == 0
+    assert jobs.load(tmp_path / "out" / "workers-4" / "advised.toml").cluster.workers == 4
+    assert worker_counts("4,8") == [4, 8] and worker_counts("") == []
+    for text in ("4,4", "1", "4,", "x"):
+        with pytest.raises(JobError, match=r"--workers .*: must be different numbers of at least 2, such as 4,8"):
+            worker_counts(text)
+
+
 def test_every_candidate_has_the_same_rates_and_more_while_the_best_is_at_an_end(job, tmp_path):
     out = tmp_path / "out"
     main(job, Asked(paradigms=("bsp", "asp"), out=out))
@@ -119,7 +162,7 @@ def test_every_candidate_has_the_same_rates_and_more_while_the_best_is_at_an_end
         for label in ("bsp", "asp")
     }
     for label, tried in factors.items():
-        assert set(advise.RATES) <= set(tried) and len(tried) <= len(advise.RATES) + advise.FURTHER, label
+        assert set(advise.RATES) <= set(tried) and len(tried) <= len(advise.RATES) + FURTHER, label
     chosen = advised(out)["lr_factors"]
     assert all(len(factors[label]) == 5 or min(f) < chosen[label] < max(f) for label, f in factors.items())
 

@@ -279,6 +279,12 @@ def test_without_servers_all_ranks_are_workers(path: Path) -> None:
     assert error(path, allreduce, "cluster.servers=1") == message
 
 
+def test_a_prediction_is_of_one_number_of_workers(path: Path) -> None:
+    path.write_text(TOML.replace("[0.02, 0.02, 0.02, 0.04]", "0.02") + "\n[predicted]\nseconds = 3.0\n")
+    for ranks, kept in ((None, True), (5, True), (6, False), (4, False)):
+        assert (load(path, ranks=ranks).predicted is not None) == kept
+
+
 def test_ranks_are_servers_and_workers(path: Path) -> None:
     assert load(path, ["cluster.servers=2", "cluster.compute.seconds=1"], ranks=5).cluster.workers == 3
     assert error(path, ranks=1) == "-n 1: must be at least 2: cluster.servers = 1 and a worker"

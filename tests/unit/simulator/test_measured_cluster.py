@@ -15,6 +15,7 @@ from hpcsync.simulator.measured_cluster import (
     computation_s,
     network,
     resampled,
+    stand_ins,
     write_table,
 )
 from hpcsync.simulator.measured_time import updates_s
@@ -72,6 +73,7 @@ def test_other_workers_other_batches_and_too_short_a_run_are_refused(simulated):
     ):
         with pytest.raises(JobError, match=message):
             computation_s(trace, other({**table, **changed}))
+    assert len(computation_s(trace, other({**table, "cluster": {"workers": 4}}), extrapolate=True)) == 3
     short = simulated(Job.from_table({**table, "stop": {"updates": 10}}))
     with pytest.raises(JobError, match="must have 30 iterations of every worker; 0 has 9"):
         computation_s(short, one)
@@ -89,12 +91,35 @@ def test_blocks_are_of_the_same_iterations_for_all_workers(tmp_path):
     assert read_times(tmp_path / "times.csv", 2) == [first.tolist(), second.tolist()]
 
 
+def test_other_numbers_of_workers_are_drawn_from_the_measured_ones():
+    assert stand_ins(3, 3, 1) == [0, 1, 2]
+    fewer = [stand_ins(3, 2, seed) for seed in range(9)]
+    assert {tuple(each) for each in fewer} == {(0, 1), (0, 2), (1, 2)}
+    further = stand_ins(3, 8, 1)
+    assert further[:3] == [0, 1, 2] and sorted(further[3:6]) == [0, 1, 2] and len(set(further[6:])) == 2
+    assert stand_ins(3, 8, 2) != further == stand_ins(3, 8, 1)
+
+
+def test_further_workers_have_blocks_of_their_own():
+    """A worker and the one that stands for it are not slow together; the control: measured ones are."""
+    each = [np.arange(100.0), 1000 + np.arange(100.0)]
+    times = resampled(each, 1, 6)
+    assert len(times) == 6 and all(map(np.array_equal, times[:2], resampled(each, 1)))
+    assert np.array_equal(times[1] - 1000, times[0])
+    for worker, measured in list(enumerate(stand_ins(2, 6, 1)))[2:]:
+        assert set(times[worker]) <= set(each[measured]) and not np.array_equal(times[worker], times[measured])
+
+
 def test_rates_are_bytes_over_the_time_of_communication(simulated):
     assert bandwidth_gbit(simulated(job())) is None and network(simulated(job())) == {}
     links = {"bandwidth_gbit": [0.5, 1.0, 2.0], "server_bandwidth_gbit": 8.0, "latency_us": 0.0}
     trace = simulated(job("asp", network=links))
     assert bandwidth_gbit(trace) == pytest.approx([0.5, 1.0, 2.0], rel=0.05)
     assert network(trace)["server_bandwidth_gbit"] == pytest.approx(3.5, rel=0.05)
+    more = network(trace, 1, 5)
+    own = network(trace)["bandwidth_gbit"]
+    assert more["bandwidth_gbit"] == [own[measured] for measured in stand_ins(3, 5, 1)]
+    assert more["server_bandwidth_gbit"] == network(trace)["server_bandwidth_gbit"], "no wider than was seen"
     assert network(trace)["latency_us"] == pytest.approx(0.0, abs=0.1)
 
 

@@ -1,0 +1,77 @@
+"""Candidates of an advice: what they are called, and the factor of the learning rate that each is trained with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hpcsync.cli import grid
+from hpcsync.planning.candidates import BY_SPEED, RATES, Candidate
+
+if TYPE_CHECKING:
+    from hpcsync.report.summary import Summary
+
+FURTHER = 2  # rates that follow for a candidate whose best one is at an end of those tried
+WITH_BATCHES = " + batches by speed"  # in labels
+
+
+class Trained(NamedTuple):
+    """A candidate, the factor of its learning rate, and what it is called."""
+
+    label: str
+    candidate: Candidate
+    factor: float = 1.0
+
+
+def best_rates(
+    found: Mapping[Trained, Mapping[int, Summary]], n_seeds: int
+) -> dict[str, tuple[tuple[float, ...], Trained]]:
+    """Return each candidate with its best rate, and its merit."""
+    from hpcsync.report.variants import merit
+
+    best: dict[str, tuple[tuple[float, ...], Trained]] = {}
+    for trained, runs in found.items():
+        of_this = (merit(runs.values(), n_seeds), trained)
+        if trained.label not in best or of_this[0] < best[trained.label][0]:
+            best[trained.label] = of_this
+    return best
+
+
+def further(found: Mapping[Trained, Mapping[int, Summary]], n_seeds: int) -> list[Trained]:
+    """Return the next rates of candidates whose best one is the largest or smallest of those tried."""
+    tried: dict[str, list[float]] = {}
+    for trained in found:
+        tried.setdefault(trained.label, []).append(trained.factor)
+    more = []
+    for label, (_, best) in best_rates(found, n_seeds).items():
+        factors = tried[label]
+        if len(factors) < len(RATES) + FURTHER:
+            if best.factor == max(factors):
+                more.append(best._replace(factor=2 * best.factor))
+            elif best.factor == min(factors):
+                more.append(best._replace(factor=best.factor / 2))
+    return more
+
+
+def candidate(text: str) -> Candidate:
+    """Return the candidate of an option `--paradigm`."""
+    batches = dict(BY_SPEED) if text.endswith(WITH_BATCHES) else {}
+    return Candidate(grid.paradigm_table(text.removesuffix(WITH_BATCHES)), batches)
+
+
+def label_of(candidate: Candidate) -> str:
+    """Return what a candidate is called."""
+    rows = {"paradigm": candidate.paradigm, **({"batches": candidate.batches} if candidate.batches else {})}
+    words = [f"{key}={grid.in_one_line(_rounded(value))}" for key, value in rows.items()]
+    label = grid.label(words[:1])
+    return label + (WITH_BATCHES if candidate.batches else "")
+
+
+def _rounded(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: float(f"{value:.3g}") if isinstance(value, float) else value for key, value in table.items()}
+
+
+def stem(trained: Trained) -> str:
+    """Return the name of a folder."""
+    words = f"{trained.label} lr x{trained.factor:g}"
+    return "".join(letter if letter.isalnum() or letter in "=.-" else "-" for letter in words)
