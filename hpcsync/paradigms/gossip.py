@@ -250,6 +250,20 @@ class PushSum(Push):
     push_sum = True
 
 
+def _others(peers: Sequence[int]) -> list[list[int]]:
+    """Return the peer of each worker, none if it is the worker itself."""
+    return [[] if peer == worker else [peer] for worker, peer in enumerate(peers)]
+
+
+def _inverted(others: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return for each worker those among whose others it is, in order."""
+    found: list[list[int]] = [[] for _ in others]
+    for worker, of_worker in enumerate(others):
+        for other in of_worker:
+            found[other].append(worker)
+    return found
+
+
 class _Together(Gossip):
     """Exchange of all workers in the same round: each receives its models directly from their senders."""
 
@@ -258,16 +272,17 @@ class _Together(Gossip):
     _round = 0
     _peers: Sequence[int] = ()
     _sources: Sequence[Sequence[int]] = ()
+    _targets: Sequence[Sequence[int]] = ()
 
     def exchange(self, worker: PeerState, round: int) -> Actions:
         """Exchange with the workers that all know to be drawn."""
         if round != self._round:  # once for all workers of a simulation, which are in the same round
             self._round, self._peers = round, self._select(round)
             self._sources = self._sources_of(self._peers)
+            self._targets = _inverted(self._sources)
         me, update, peer = worker.worker, worker.update, self._peers[worker.worker]
-        sends = any(me in sources for sources in self._sources)
-        model, weight = (update.give(), update.weight) if sends else (None, 1.0)
-        received = yield worker.transport.swap(me, model, weight, self._sources)
+        model, weight = (update.give(), update.weight) if self._targets[me] else (None, 1.0)
+        received = yield worker.transport.swap(me, model, weight, self._sources, self._targets)
         if received is not None:
             self._combine(update, received, drew_itself=peer == me)
         count = 0 if received is None else received.count
@@ -279,11 +294,7 @@ class _Together(Gossip):
 
     def _sources_of(self, peers: Sequence[int]) -> list[list[int]]:
         """Return the senders of the models of each worker if every worker sends to its peer, in order."""
-        sources: list[list[int]] = [[] for _ in peers]
-        for worker, peer in enumerate(peers):
-            if peer != worker:
-                sources[peer].append(worker)
-        return sources
+        return _inverted(_others(peers))
 
     def _combine(self, update: LocalUpdate, received: Any, *, drew_itself: bool) -> None:
         update.mix(received.total, self.beta)
@@ -293,7 +304,7 @@ class PullTogether(_Together):
     """Average with the weights of a peer, which sends them to all that have drawn it."""
 
     def _sources_of(self, peers: Sequence[int]) -> list[list[int]]:
-        return [[] if peer == worker else [peer] for worker, peer in enumerate(peers)]
+        return _others(peers)
 
 
 class PushTogether(_Together):

@@ -139,7 +139,14 @@ class Transport:
         """
         raise NotImplementedError
 
-    def swap(self, worker: int, model: Any, weight: float, sources: Sequence[Sequence[int]]) -> Any:
+    def swap(
+        self,
+        worker: int,
+        model: Any,
+        weight: float,
+        sources: Sequence[Sequence[int]],
+        targets: Sequence[Sequence[int]],
+    ) -> Any:
         """Exchange models among all workers, once each has called; to be yielded.
 
         Parameters
@@ -147,9 +154,11 @@ class Transport:
         worker
             Number of the worker.
         model, weight
-            What it sends, which may change afterwards; not used if it is nobody's source.
+            What it sends, which may change afterwards; not used without targets.
         sources
-            Senders of the models of each worker, in order; none is the worker itself.
+            Workers from which each worker receives a model, in order; none is the worker itself.
+        targets
+            The same exchange seen from the senders: workers to which each worker sends its model, in order.
 
         Returns
         -------

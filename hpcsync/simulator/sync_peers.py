@@ -207,17 +207,23 @@ class SwapSimulation(_SynchronousReplicas):
         self._under_way = [0] * n_workers  # worker -> its transfers in transit
         self._n_swapping = 0
 
-    def swap(self, worker: int, model: Model, weight: float, sources: Sequence[Sequence[int]]) -> Any:
+    def swap(
+        self,
+        worker: int,
+        model: Model,
+        weight: float,
+        sources: Sequence[Sequence[int]],
+        targets: Sequence[Sequence[int]],
+    ) -> Any:
         """Begin to send once the last worker has called, which all do at the same time."""
         self._sent[worker], self._weights[worker] = copied(model), weight
         self._n_swapping += 1
         if self._n_swapping == len(self._workers):
             self._n_swapping = 0
-            self._send_all(sources)
+            self._send_all(sources, targets)
         return PENDING
 
-    def _send_all(self, sources: Sequence[Sequence[int]]) -> None:
-        targets = [[target for target, own in enumerate(sources) if source in own] for source in range(len(sources))]
+    def _send_all(self, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) -> None:
         self._under_way = [len(own) + len(sent) for own, sent in zip(sources, targets, strict=True)]
         for worker, sent in enumerate(targets):
             if not self._under_way[worker]:

@@ -379,9 +379,14 @@ class Swapping(_Agreeing):
         return super().agree(worker, counts)
 
     def swap(
-        self, worker: int, model: torch.Tensor | None, weight: float, sources: Sequence[Sequence[int]]
+        self,
+        worker: int,
+        model: torch.Tensor | None,
+        weight: float,
+        sources: Sequence[Sequence[int]],
+        targets: Sequence[Sequence[int]],
     ) -> Received | None:
-        """Put the model into the windows of its receivers; return what was put into this worker's.
+        """Put the model into the windows of its targets; return what was put into this worker's.
 
         A window holds one model, so the n-th sources of all workers send in the n-th turn. At first all windows are
         free, because all workers have agreed on this exchange; later each receiver says so to its next source.
@@ -389,17 +394,17 @@ class Swapping(_Agreeing):
         self._begin_transfer()
         comm, window = self._link.comm, self._receive_window
         own, total, sum_of_weights = sources[worker], window.local, 0.0
-        shown = self._flat.weights if model is None else model  # who sends nothing has no targets
         for turn in range(max(map(len, sources))):
-            targets = [target for target, others in enumerate(sources) if others[turn : turn + 1] == [worker]]
+            due = [target for target in targets[worker] if sources[target][turn : turn + 1] == [worker]]
             requests = []
             if 0 < turn < len(own):
                 window.release(0, 0)
                 requests.append(comm.Isend(self._free, own[turn], messages.TAG_FREE))
-            for target in targets:
+            for target in due:
+                assert model is not None
                 if turn:
                     comm.Recv(np.zeros(1), target, messages.TAG_FREE)
-                window.put(shown, target, 0)
+                window.put(model, target, 0)
                 window.flush(target)
                 requests.append(comm.Isend(np.array([weight]), target, messages.TAG_MODEL))
             if turn < len(own):

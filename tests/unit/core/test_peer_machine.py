@@ -177,15 +177,15 @@ def swapped(mode: str, worker: int) -> tuple[Engine, ExchangeResult, tuple[Any, 
 @pytest.mark.parametrize("worker", [0, 1, 2])
 @pytest.mark.parametrize("mode", ["pull", "push", "push-sum", "permutation"])
 def test_a_synchronous_exchange_names_every_source(mode, worker):
-    engine, result, (model, weight, sources) = swapped(mode, worker)
+    engine, result, (model, weight, sources, targets) = swapped(mode, worker)
     peers = create_method(make_job(paradigm=gossip(mode, include_self=False), cluster={"workers": 3})).peers
     drawn = peers.permutation(1) if mode == "permutation" else [peers.drawn(each, 1) for each in range(3)]
     if mode == "pull":
         assert sources == [[peer] for peer in drawn]
     else:
         assert sources == [[source for source, peer in enumerate(drawn) if peer == each] for each in range(3)]
-    sends = any(worker in own for own in sources)
-    assert (model, weight) == (("model", 0.5) if sends else (None, 1.0))
+    assert targets == [[target for target, own in enumerate(sources) if each in own] for each in range(3)]
+    assert (model, weight) == (("model", 0.5) if targets[worker] else (None, 1.0))
     assert result == ExchangeResult(drawn[worker], 40, 2)
     mixed = ("mix", "sum", 0.3) if mode in AVERAGING else ("absorb", 2, False)
     assert engine.machine.update.seen == [mixed]
