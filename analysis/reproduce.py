@@ -15,7 +15,7 @@ from rich.console import Console
 from reproductions import advise as advice_regret
 from reproductions import ashl as ashl_paper
 from reproductions import dssp as dssp_paper
-from reproductions import dssp_map, dssp_map_real, first_k, first_k_real, gossip_variants, stanza_real
+from reproductions import dssp_map, dssp_map_real, first_k, first_k_real, gossip_variants, long_iterations, stanza_real
 from reproductions import gossip as gossip_paper
 from reproductions import law as law_of_delay
 from reproductions import stanza as stanza_paper
@@ -72,10 +72,13 @@ def k_sync(
     seeds: Seeds = 3,
     processes: Processes = CORES,
     real: Annotated[bool, typer.Option("--real", help="A few of them on real ranks, one run at a time.")] = False,
+    long: Annotated[bool, typer.Option("--long", help="Iterations of 290 ms: predictors; k beside batches.")] = False,
 ) -> None:
     """Adaptive k and batch sizes by speed (Yu et al., HPCC 2019), and k by the loss (Dutta et al., AdaSync, 2020)."""
     if real:
         first_k_real.reproduce(out or Path("reproductions/k-sync-real"), seeds, Console())
+    elif long:
+        long_iterations.reproduce(out or Path("reproductions/k-sync-long"), seeds, processes, Console())
     else:
         first_k.reproduce(out or Path("reproductions/k-sync"), seeds, processes, Console())
 

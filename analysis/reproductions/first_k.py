@@ -163,13 +163,29 @@ def name_of(setting: str, rate: str, method: str, seed: int) -> str:
 def job(setting: str, rate: str, method: str, seed: int, length: float = 1.0, factor: float = 1.0) -> Job:
     """setting: one of CLUSTERS; or one of TASKS, on equal workers whose times are exponential."""
     chosen = RATES[rate]
-    way = chosen.methods[method]
+    share = TASKS.get(setting, TASKS["noisy"])
+    where = cluster(setting, seed, chosen.seconds)
+    limits = {"samples": round(length * chosen.samples), "seconds": length * chosen.seconds}
+    return job_of(f"{setting}-{rate}-{method}", chosen, chosen.methods[method], where, seed, limits, share, factor)
+
+
+def job_of(
+    name: str,
+    chosen: Rate,
+    way: Method,
+    where: Mapping[str, Any],
+    seed: int,
+    limits: Mapping[str, Any],
+    share: float = TASKS["noisy"],
+    factor: float = 1.0,
+) -> Job:
+    """where: [cluster]. limits: [stop]. share: of the labels that are drawn anew. factor: of the learning rate."""
     table: dict[str, Any] = {
-        "name": f"{setting}-{rate}-{method}".replace(" ", "-").replace(",", ""),
+        "name": name.replace(" ", "-").replace(",", ""),
         "seed": seed,
         "workload": {
             "name": "reproductions.relabelled:perceptron",
-            "options": {"share": TASKS.get(setting, TASKS["noisy"])},
+            "options": {"share": share},
             "batch_size": BATCH,
         },
         "optimizer": {
@@ -178,10 +194,10 @@ def job(setting: str, rate: str, method: str, seed: int, length: float = 1.0, fa
             "momentum": chosen.momentum,
             "async_lr_scale": chosen.scale,
         },
-        "stop": {"samples": round(length * chosen.samples), "seconds": length * chosen.seconds},
+        "stop": dict(limits),
         "evaluation": {"every_samples": chosen.every},
         "paradigm": dict(way.paradigm),
-        "cluster": cluster(setting, seed, chosen.seconds),
+        "cluster": dict(where),
     }
     return Job.from_table(table | ({} if way.allocation is None else {"batches": dict(way.allocation)}))
 

@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from reproductions import first_k, first_k_real, tuning
+from reproductions import first_k, first_k_real, long_iterations, tuning
 from reproductions.claims import judged
 
 SEED = first_k.FIRST_SEED
@@ -168,6 +168,43 @@ def test_on_real_ranks_the_claims_are_about_runs_that_there_are():
     frame["paradigm"] = frame["paradigm"].str.replace("_", " ")
     judgements = judged(first_k_real.claims(), frame)
     assert (judgements["mean"] == 1.0).all() and (judgements["seeds"] == 2).all()
+
+
+# ---- long iterations ----
+
+
+def test_long_iterations_are_ten_times_as_long_on_the_same_cluster_for_all_methods(tmp_path):
+    for name in ("periodic", "stalls"):
+        long_iterations.write_times(tmp_path, name, SEED)
+    made = long_iterations.jobs(1, tmp_path)
+    for where in long_iterations.CLUSTERS:
+        found = [job for name, job in made.items() if name.startswith(f"{where}/plain/")]
+        assert len(found) == len(long_iterations.METHODS)
+        assert all((j.cluster, j.workload, j.optimizer) == first(found) for j in found)
+    periodic, stalls = (pd.read_csv(tmp_path / f"{name}-{SEED}.csv") for name in ("periodic", "stalls"))
+    assert periodic["seconds"].mean() == pytest.approx(10 * first_k.EQUAL_S, rel=0.02)
+    own = periodic["seconds"][periodic["worker"] == 3].to_numpy()
+    assert np.corrcoef(own[:-12], own[12:])[0, 1] > 0.7 > -0.7 > np.corrcoef(own[:-6], own[6:])[0, 1]
+    medians = stalls.groupby("worker")["seconds"].median() / stalls["seconds"][stalls["worker"] == 0].median()
+    assert medians.to_numpy() == pytest.approx(first_k.SLOWNESS, rel=0.1)
+
+
+def test_verdicts_on_long_iterations_follow_the_times(tmp_path):
+    def seconds(method):
+        return {"k-sync 6 + batches": 1.0, "BSP + batches by gru": 1.5}.get(method, 2.0)
+
+    rows = []
+    for name in long_iterations.jobs(2, tmp_path):
+        where, rate, method, seed = name.split("/")
+        row = {"setting": where, "arm": rate, "paradigm": method.replace("_", " "), "seed": int(seed)}
+        loss_s = seconds(row["paradigm"])
+        rows.append({**row, "loss_s": loss_s, "loss_at_least_s": loss_s, "wait_share": 0.1 * loss_s})
+    found = judged(long_iterations.claims(), pd.DataFrame(rows)).set_index("claim")
+    where = f"{long_iterations.CLUSTERS['stalls']}, momentum 0.9"
+    assert found["verdict"][f"{where}: k-sync 6 + batches sooner than BSP with batches"] == "holds"
+    assert found["verdict"][f"{where}: k-sync 7 + batches sooner than BSP with batches"] == "does not hold"
+    assert found["mean"][f"{where}: BSP + batches by gru: its time / that by smoothing"] == pytest.approx(0.75)
+    assert found["mean"][f"{where}: BSP + batches by gru: waiting above that by smoothing"] == pytest.approx(-5)
 
 
 # ---- all of it, small ----
