@@ -14,7 +14,7 @@ def main(path: Path, *, recompute: bool) -> int:
         return trace_audit.main(path)
     from hpcsync.simulator import recompute as again
     from hpcsync.simulator.simulated_again import is_simulation, simulated_again
-    from hpcsync.trace.reader import Trace, load
+    from hpcsync.trace.reader import Trace, TraceError, load
     from hpcsync.workloads.registry import user_code
 
     def checks(trace: Trace) -> list[trace_audit.Check]:
@@ -30,4 +30,7 @@ def main(path: Path, *, recompute: bool) -> int:
         return trace_audit.main(path, further=checks)
     except again.NotRecomputed as error:
         print(f"hpcsync: {path}: cannot be recomputed: {error}", file=sys.stderr)
+        return 2
+    except TraceError as error:
+        print(f"hpcsync audit: {error}", file=sys.stderr)
         return 2

@@ -48,7 +48,7 @@ def main(
     window = (0.0 if from_s is None else from_s, math.inf if to_s is None else to_s)
     if kind == "parquet" and window != WHOLE:
         raise JobError("--from, --to: must be left out with --format parquet, which has every row")
-    if window[0] >= window[1]:
+    if not window[0] < window[1]:
         raise JobError(f"--from {window[0]:g}: must be less than --to {window[1]:g}")
     module = module_of(kind)
     try:
@@ -98,6 +98,7 @@ def module_of(kind: str) -> Any:
 def write(kind: str, module: Any, runs: Sequence[Path], out: Path, window: tuple[float, float] = WHOLE) -> str:
     """Write the runs, or these seconds of them; return what was written in words."""
     from hpcsync import figures
+    from hpcsync.export.window import last_s
     from hpcsync.trace.reader import opened
 
     if kind == "parquet":
@@ -105,5 +106,7 @@ def write(kind: str, module: Any, runs: Sequence[Path], out: Path, window: tuple
             return f"{out}, {len(module.write(trace, out))} tables"
     with ExitStack() as open_files:
         traces = [open_files.enter_context(opened(run, PART_ROWS)) for run in figures.files_of(runs)]
+        if window[0] > (end_s := max(map(last_s, traces))):
+            raise JobError(f"--from {window[0]:g}: must be at most {end_s:.6g}, where the rows of the trace end")
         module.write(traces if kind == "perfetto" else traces[0], out, *window)
     return str(out)

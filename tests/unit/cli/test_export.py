@@ -68,6 +68,9 @@ def test_refusals(run: Path) -> None:
     if importlib.util.find_spec("perfetto"):
         assert refused(run, run, "-o", "a.pftrace").endswith("given twice\n")
     assert refused(run, "-o", "a.csv", "--from", 3, "--to", 2) == "--from 3: must be less than --to 2\n"
+    assert refused(run, "-o", "a.csv", "--from", "nan") == "--from nan: must be less than --to inf\n"
+    assert refused(run, "-o", "a.csv", "--from", 1e6).startswith("--from 1e+06: must be at most ")
+    assert not Path("a.csv").exists()
     assert "must be left out with --format parquet" in refused(run, "-o", "a", "--format", "parquet", "--to", 2)
     assert refused(run, "-o", "absent/a.csv") == "absent/a.csv: No such file or directory\n"
 

@@ -112,3 +112,10 @@ def test_a_real_run_takes_its_own_times(tmp_path: Path) -> None:
     (tmp_path / "both.toml").write_text(SIMULATED)
     result = hpcsync("run", "both.toml", "--set", "cluster.times_from=both.toml")
     is_refused(result, "cluster.times_from")
+
+
+@pytest.mark.parametrize("options", [(), ("--recompute",)])
+def test_an_audit_of_no_trace_is_told_in_one_line(options: tuple[str, ...]) -> None:
+    result = hpcsync("audit", "absent", *options)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == "hpcsync audit: absent: no such file\n"

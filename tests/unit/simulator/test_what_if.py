@@ -147,8 +147,8 @@ def test_a_paradigm_that_decides_by_the_loss_gets_the_recorded_ones(tmp_path, mo
 @pytest.mark.parametrize(
     ("recorded", "other", "why"),
     [
-        ({"name": "bsp"}, {"name": "gossip", "mode": "pull"}, "--paradigm gossip: must not be one whose transfers"),
-        ({"name": "gossip", "mode": "pull"}, {"name": "bsp"}, "--paradigm bsp: must be left out for a run whose"),
+        ({"name": "bsp"}, {"name": "gossip", "mode": "pull"}, "--paradigm gossip: must have servers, or be allreduce"),
+        ({"name": "gossip", "mode": "pull"}, {"name": "bsp"}, "--paradigm bsp: must be left out for a run under gossip"),
     ],
 )
 def test_times_of_other_transfers_are_refused(tmp_path, recorded, other, why):
@@ -164,6 +164,12 @@ def test_other_paradigms_are_predicted(tmp_path, recorded, other):
     took = simulated(tmp_path, other, seconds, jitter=0.1, stop=stop)
     (predicted_s,) = found.others_s.values()
     assert predicted_s == pytest.approx(float(took.tables["updates"]["now_s"][-1]), rel=0.05)
+
+
+def test_a_rate_of_single_gradients_hinders_no_other_paradigm(tmp_path):
+    optimizer = {"name": "sgd", "lr": 0.1, "async_lr_scale": "1/workers"}
+    found = study(simulated(tmp_path, {"name": "asp"}, [0.1, 0.1], optimizer=optimizer), [{"name": "allreduce"}])
+    assert found.others_s["all-reduce"] == pytest.approx(found.replayed_s)
 
 
 def test_servers_read_and_push_in_the_time_of_an_all_reduce(tmp_path):
