@@ -148,7 +148,11 @@ def test_a_paradigm_that_decides_by_the_loss_gets_the_recorded_ones(tmp_path, mo
     ("recorded", "other", "why"),
     [
         ({"name": "bsp"}, {"name": "gossip", "mode": "pull"}, "--paradigm gossip: must have servers, or be allreduce"),
-        ({"name": "gossip", "mode": "pull"}, {"name": "bsp"}, "--paradigm bsp: must be left out for a run under gossip"),
+        (
+            {"name": "gossip", "mode": "pull"},
+            {"name": "bsp"},
+            "--paradigm bsp: must be left out for a run under gossip",
+        ),
     ],
 )
 def test_times_of_other_transfers_are_refused(tmp_path, recorded, other, why):
