@@ -6,6 +6,7 @@ Finished simulations stay in the folder and are not repeated, so an interrupted 
 from __future__ import annotations
 
 import os
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Annotated
 
@@ -122,14 +123,15 @@ def advise(
     out: Out = None,
     seeds: Seeds = 3,
     processes: Processes = 1,
-    only: Annotated[list[str] | None, typer.Option(metavar="SETTING", help="Such as digits-equal-0; all else.")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="SETTING", help="Such as digits-equal-0 or 'text-*'; all else.")
+    ] = None,
     shuffled: Annotated[
         bool, typer.Option("--shuffled", help="Advise from shuffled times too, as a negative control.")
     ] = False,
 ) -> None:
     """Regret of hpcsync advise: every candidate on real ranks, one run at a time, beside the one that was advised."""
-    every = advice_regret.settings(tuple(advice_regret.WORKLOADS))
-    chosen = [setting for setting in every if str(setting) in only] if only else advice_regret.settings()
+    chosen = [each for each in advice_regret.settings() if not only or any(fnmatch(str(each), part) for part in only)]
     advice_regret.reproduce(out or Path("reproductions/advise"), seeds, processes, Console(), chosen, shuffled)
 
 

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -103,7 +103,9 @@ CLUSTERS: dict[str, list[float]] = {
     "equal": [EVEN_S] * WORKERS,
     "1:1:2:4": [0.02, 0.02, 0.04, 0.08],
     "transient": [EVEN_S] * WORKERS,
+    "narrow": [EVEN_S] * WORKERS,
 }
+LINKS = {"narrow": "50mbit"}  # of hosts with a rank each; needs root
 MOMENTA = (0.0, 0.9)
 
 
@@ -127,8 +129,8 @@ def other(setting: Setting) -> Setting:
     return setting._replace(cluster=names[(names.index(setting.cluster) + 1) % len(names)])
 
 
-def settings(workloads: Sequence[str] = ("digits", "noisy")) -> list[Setting]:
-    return [Setting(*each) for each in itertools.product(workloads, CLUSTERS, MOMENTA)]
+def settings() -> list[Setting]:
+    return [Setting(*each) for each in itertools.product(WORKLOADS, CLUSTERS, MOMENTA)]
 
 
 # ---- jobs ----
@@ -328,7 +330,7 @@ def reproduce(
         Whether to advise from shuffled times too.
     """
     chosen = list(of) or settings()
-    run_all({f"{setting}/profile": profile(setting) for setting in chosen}, out / "runs")
+    on_ranks({f"{setting}/profile": (setting, profile(setting)) for setting in chosen}, out / "runs")
     found: dict[Setting, dict[str, Predicted]] = {}
     advices: dict[Setting, dict[str, Any]] = {}
     for setting in chosen:
@@ -347,8 +349,11 @@ def reproduce(
         for label in found[setting]
     ]
     names = {f"{setting}/{label.replace(' ', '_')}/{seed}": (setting, label, seed) for setting, label, seed in points}
-    jobs = {name: real(setting, found[setting][label].job, seed) for name, (setting, label, seed) in names.items()}
-    run_all(jobs, out / "runs")
+    jobs = {
+        name: (setting, real(setting, found[setting][label].job, seed))
+        for name, (setting, label, seed) in names.items()
+    }
+    on_ranks(jobs, out / "runs")
     rows = [
         _row(out / "runs" / name, found[setting][label], advices[setting], setting, label, seed)
         for name, (setting, label, seed) in names.items()
@@ -359,6 +364,13 @@ def reproduce(
     console.print(table.to_string(float_format=lambda x: f"{x:.3g}"))
     conclude(claims(results), results, out, console, f"Advice on real ranks, {len(chosen)} settings, {seeds} seeds")
     return results
+
+
+def on_ranks(jobs: Mapping[str, tuple[Setting, Job]], out: Path) -> None:
+    """Run the jobs of settings, those of clusters with the same link together."""
+    for link in (None, *sorted(set(LINKS.values()))):
+        of_link = {name: job for name, (setting, job) in jobs.items() if LINKS.get(setting.cluster) == link}
+        run_all(of_link, out, link)
 
 
 def _row(

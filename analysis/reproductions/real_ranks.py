@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -16,6 +17,8 @@ from typing import TYPE_CHECKING
 
 from hpcsync.config.job import Job
 from hpcsync.run_dir import layout
+from hpcsync.system import launcher
+from hpcsync.system.namespaces import Hosts
 from reproductions.simulating import finished
 
 if TYPE_CHECKING:
@@ -23,11 +26,26 @@ if TYPE_CHECKING:
 
 ANALYSIS = Path(__file__).parents[1]
 ASKED = "asked.toml"
+CONGESTION = "reno"  # shares a link evenly
+TIMEOUT_S = 7200.0
 IDLE_S = 0.02  # between two looks of an idle rank
 
 
-def run_all(jobs: Mapping[str, Job], out: Path) -> int:
-    """Run the jobs that are not finished in out/NAME, in their order; return how many. Raises CalledProcessError."""
+def run_all(jobs: Mapping[str, Job], out: Path, link: str | None = None) -> int:
+    """Run the jobs that are not finished in out/NAME, in their order; return how many.
+
+    Parameters
+    ----------
+    jobs, out
+        What is run, and the folder.
+    link
+        Each rank is on a host of its own with a link of this rate, in tc's words; None: all on this machine.
+
+    Raises
+    ------
+    CalledProcessError
+        If a run fails.
+    """
     todo = {out / name: job for name, job in jobs.items() if not finished(out / name, job)}
     if not todo:
         return 0
@@ -37,13 +55,21 @@ def run_all(jobs: Mapping[str, Job], out: Path) -> int:
             (folder / name).unlink(missing_ok=True)
         (folder / ASKED).write_text(job.to_toml(), encoding="utf-8")
     (out / "todo.json").write_text(json.dumps([str(folder.absolute()) for folder in todo]), encoding="utf-8")
-    path = os.pathsep.join(filter(None, (str(ANALYSIS), os.environ.get("PYTHONPATH"))))
-    ranks = str(max(job.cluster.ranks for job in todo.values()))
-    rank = ["-m", "mpi4py", "-m", "reproductions.real_ranks", str(out / "todo.json")]
+    path = os.pathsep.join(filter(None, (str(ANALYSIS), str(ANALYSIS.parent), os.environ.get("PYTHONPATH"))))
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    ranks = max(job.cluster.ranks for job in todo.values())
+    program = [sys.executable, "-m", "mpi4py", "-m", "reproductions.real_ranks", str((out / "todo.json").absolute())]
     with (out / "ranks.log").open("a", encoding="utf-8") as log:
-        line = [sys.executable, "-m", "hpcsync", "launch", "-n", ranks, "--", sys.executable, *rank]
-        environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-        subprocess.run(line, check=True, stdout=log, stderr=subprocess.STDOUT, env=environment)
+        if link is None:
+            line = [sys.executable, "-m", "hpcsync", "launch", "-n", str(ranks), "--", *program]
+            subprocess.run(line, check=True, stdout=log, stderr=subprocess.STDOUT, env=environment)
+        else:
+            with Hosts(ranks, rate=link, congestion=CONGESTION) as hosts:
+                line = [*hosts.mpiexec(range(1, ranks + 1)), "-n", str(ranks), *program]
+                own = launcher.environment(environment | {"MPIEXEC": shlex.join(line)})
+                done = hosts.run(line, ANALYSIS.parent, own, TIMEOUT_S)
+                log.write(done.stdout + done.stderr)
+                done.check_returncode()
     return len(todo)
 
 

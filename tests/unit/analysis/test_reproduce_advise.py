@@ -78,7 +78,7 @@ def test_candidates_are_called_as_the_advice_calls_them():
 
 
 def test_every_job_is_valid_and_stragglers_follow_from_the_seed():
-    for setting in advise.settings(tuple(advise.WORKLOADS)):
+    for setting in advise.settings():
         check(advise.profile(setting))
         own = Job.from_table(advise.asked(setting))
         again = advise.real(setting, own.to_toml(), 101)
@@ -94,7 +94,7 @@ def test_one_setting_is_advised_on_and_run_and_nothing_is_repeated(tmp_path, mon
     """Ranks are replaced by simulations of the same jobs."""
     from hpcsync.cli import advise as command
 
-    def virtually(jobs, out):
+    def virtually(jobs, out, link):
         from reproductions.simulating import simulate_all
 
         return simulate_all(jobs, out, 1, Console(quiet=True))
