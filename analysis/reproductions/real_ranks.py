@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 ANALYSIS = Path(__file__).parents[1]
 ASKED = "asked.toml"
 CONGESTION = "reno"  # shares a link evenly
+BURST = "16kb"  # small beside a model of 20 to 60 kB
 TIMEOUT_S = 7200.0
 IDLE_S = 0.02  # between two looks of an idle rank
 
@@ -64,7 +65,7 @@ def run_all(jobs: Mapping[str, Job], out: Path, link: str | None = None) -> int:
             line = [sys.executable, "-m", "hpcsync", "launch", "-n", str(ranks), "--", *program]
             subprocess.run(line, check=True, stdout=log, stderr=subprocess.STDOUT, env=environment)
         else:
-            with Hosts(ranks, rate=link, congestion=CONGESTION) as hosts:
+            with Hosts(ranks, rate=link, congestion=CONGESTION, burst=BURST) as hosts:
                 line = [*hosts.mpiexec(range(1, ranks + 1)), "-n", str(ranks), *program]
                 own = launcher.environment(environment | {"MPIEXEC": shlex.join(line)})
                 done = hosts.run(line, ANALYSIS.parent, own, TIMEOUT_S)

@@ -421,7 +421,7 @@ class _Adviser:
                 f"intervals are {self._wider:.2f} times as wide. What more workers would cost a server is not known."
             )
         elif "network" not in tomllib.loads(self._job.to_toml())["cluster"]:
-            yield "Links are those that the run measured, without what other transfers would take from them."
+            yield "Links have the rates that the run measured; a server's is what it was seen to carry."
         for label, reason in self._left_out.items():
             yield f"Not tried: {label} ({reason})."
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from hpcsync.config.job import Job, Script
 from hpcsync.trace.reader import Trace
 
 BLOCK = 20  # iterations that stay together
+RATE_SHARE = 0.75  # quantile of a worker's rates
 MESSAGES = 6  # latencies of a simulated iteration with one server: of the push, the grant and the weights
 LEAST = 30  # iterations of each worker, of which the first does not count
 
@@ -63,18 +64,44 @@ def computation_s(trace: Trace, job: Job, extrapolate: bool = False) -> list[np.
     return each
 
 
-def bandwidth_gbit(trace: Trace) -> list[float] | None:
-    """Return the rate of each worker's transfers in Gbit/s; None if they took no time.
+class Links(NamedTuple):
+    """Rates of links in Gbit/s: of each worker's, and of a server's."""
 
-    It is the median of the bytes of an iteration over its time of communication, so it contains the latency, and what
-    workers that sent together took from each other.
+    workers: list[float]
+    server: float
+
+
+def links(trace: Trace) -> Links | None:
+    """Return the rates that a run has measured; None if its transfers took no time.
+
+    With servers, a worker's rate is the upper quartile of those of its pushes, most of which meet few others on the
+    server's link. The server's rate is that of all pushes together while there was at least one: as much as the link
+    was seen to carry. Where pushes are compressed, and without servers, a rate is the median of the bytes of an
+    iteration over its time of communication, and a server's link is taken to be as wide as the widest of the workers'.
     """
     rows = trace.tables["pushes" if trace.job.has_servers else "exchanges"]
     rows = rows[(rows["wire_bytes"] > 0) & (rows["comm_s"] > 0)]
-    rates = [rows[rows["worker"] == worker] for worker in range(trace.n_workers)]
-    if not all(map(len, rates)):
+    if trace.job.has_servers and not trace.job.compresses:
+        seconds = rows["comm_s"] - rows["pull_s"]
+        rows, seconds = rows[seconds > 0], seconds[seconds > 0]
+        n_bytes, share = rows["wire_bytes"] / 2, RATE_SHARE  # a gradient is as large as the weights that are read
+    else:
+        seconds, n_bytes, share = rows["comm_s"], rows["wire_bytes"], 0.5
+    if len(np.unique(rows["worker"])) < trace.n_workers:
         return None
-    return [8e-9 * float(np.median(own["wire_bytes"] / own["comm_s"])) for own in rates]
+    rates = 8e-9 * n_bytes / seconds
+    workers = [float(np.quantile(rates[rows["worker"] == worker], share)) for worker in range(trace.n_workers)]
+    if share == RATE_SHARE:
+        return Links(workers, 8e-9 * float(n_bytes.sum()) / _covered_s(rows["end_s"], rows["end_s"] + seconds))
+    return Links(workers, max(workers))
+
+
+def _covered_s(begin_s: np.ndarray, end_s: np.ndarray) -> float:
+    """Return the length of the union of intervals."""
+    order = np.argsort(begin_s)
+    ends = np.maximum.accumulate(end_s[order])
+    gaps = np.maximum(0.0, begin_s[order][1:] - ends[:-1])
+    return float(ends[-1] - begin_s.min() - gaps.sum())
 
 
 def stand_ins(n_measured: int, n_workers: int, seed: int) -> list[int]:
@@ -147,8 +174,7 @@ def turnaround_s(trace: Trace) -> float:
 def network(trace: Trace, seed: int = 0, n_workers: int | None = None) -> dict[str, Any]:
     """Return the ``[cluster.network]`` that a run has measured; empty if its transfers took no time.
 
-    The servers' links are as wide as those of all measured workers together: what they limited is in the workers' rates
-    already, and nothing shows that more workers would find wider ones. The latency is such that all messages of an
+    Nothing shows that more workers would find a wider link at the server. The latency is such that all messages of an
     iteration together take the turnaround; that of transfers is in the rates.
 
     Parameters
@@ -158,9 +184,11 @@ def network(trace: Trace, seed: int = 0, n_workers: int | None = None) -> dict[s
     seed, n_workers
         See `stand_ins`; by default the workers that were measured.
     """
-    if (rates := bandwidth_gbit(trace)) is None:
+    if (found := links(trace)) is None:
         return {}
     of = stand_ins(trace.n_workers, n_workers or trace.n_workers, seed)
-    latency_us = 1e6 * turnaround_s(trace) / MESSAGES
-    links = {"server_bandwidth_gbit": sum(rates), "latency_us": latency_us}
-    return {"bandwidth_gbit": [rates[measured] for measured in of], **links}
+    return {
+        "bandwidth_gbit": [found.workers[measured] for measured in of],
+        "server_bandwidth_gbit": found.server,
+        "latency_us": 1e6 * turnaround_s(trace) / MESSAGES,
+    }

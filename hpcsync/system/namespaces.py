@@ -62,6 +62,8 @@ class Hosts:
         Number of hosts.
     rate
         Rate at which both ends of every cable send at most, as tc writes it; None for no limit.
+    burst
+        Bytes that pass a cable at once after a pause, as tc writes them.
     congestion
         TCP's congestion control on the hosts; None for that of the machine.
 
@@ -71,7 +73,7 @@ class Hosts:
         If hosts cannot be made.
     """
 
-    def __init__(self, n: int, rate: str | None = None, congestion: str | None = None) -> None:
+    def __init__(self, n: int, rate: str | None = None, congestion: str | None = None, burst: str = "128kb") -> None:
         if os.geteuid() != 0:
             raise Unavailable("only root may make network namespaces")
         if missing := [tool for tool in TOOLS if not shutil.which(tool)]:
@@ -86,7 +88,7 @@ class Hosts:
             self._head = self._boot("head", HEAD, BRIDGE)
             for name, address in names.items():
                 own = OWN if congestion is None else f"{OWN}\n{CONGESTION.format(congestion)}"
-                self._plug(name, self._boot(name, HOST, own), address, rate)
+                self._plug(name, self._boot(name, HOST, own), address, rate, burst)
         except (OSError, subprocess.CalledProcessError) as error:
             self.close()
             raise Unavailable(f"hosts cannot be made here: {error}") from None
@@ -114,7 +116,7 @@ class Hosts:
         (self._folder / name).write_text(str(pid))
         return pid
 
-    def _plug(self, name: str, pid: int, address: str, rate: str | None) -> None:
+    def _plug(self, name: str, pid: int, address: str, rate: str | None, burst: str) -> None:
         """Connect the bridge and the host by a cable, whose both ends send at `rate` at most."""
         head, host = (["nsenter", "--target", str(target), "--net"] for target in (self._head, pid))
         port = f"to-{name}"
@@ -125,7 +127,7 @@ class Hosts:
             [*host, *"ip link set eth0 up".split()],
         ]
         if rate is not None:
-            shape = f"root tbf rate {rate} burst 128kb latency 100ms".split()
+            shape = f"root tbf rate {rate} burst {burst} latency 100ms".split()
             lines += [[*head, "tc", "qdisc", "add", "dev", port, *shape]]
             lines += [[*host, "tc", "qdisc", "add", "dev", "eth0", *shape]]
         for line in lines:

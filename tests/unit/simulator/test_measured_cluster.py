@@ -11,11 +11,12 @@ from hpcsync.config.job import Job
 from hpcsync.config.time_table import read_times
 from hpcsync.simulator.measured_cluster import (
     BLOCK,
-    bandwidth_gbit,
     computation_s,
+    links,
     network,
     resampled,
     stand_ins,
+    turnaround_s,
     write_table,
 )
 from hpcsync.simulator.measured_time import updates_s
@@ -110,20 +111,44 @@ def test_further_workers_have_blocks_of_their_own():
         assert set(times[worker]) <= set(each[measured]) and not np.array_equal(times[worker], times[measured])
 
 
-def test_rates_are_bytes_over_the_time_of_communication(simulated):
-    assert bandwidth_gbit(simulated(job())) is None and network(simulated(job())) == {}
-    links = {"bandwidth_gbit": [0.5, 1.0, 2.0], "server_bandwidth_gbit": 8.0, "latency_us": 0.0}
-    trace = simulated(job("asp", network=links))
-    assert bandwidth_gbit(trace) == pytest.approx([0.5, 1.0, 2.0], rel=0.05)
-    assert network(trace)["server_bandwidth_gbit"] == pytest.approx(3.5, rel=0.05)
-    more = network(trace, 1, 5)
-    own = network(trace)["bandwidth_gbit"]
-    assert more["bandwidth_gbit"] == [own[measured] for measured in stand_ins(3, 5, 1)]
-    assert more["server_bandwidth_gbit"] == network(trace)["server_bandwidth_gbit"], "no wider than was seen"
+def test_rates_are_those_of_the_links(simulated):
+    """Of pushes that meet no others; the server's is as much as it was seen to carry, which may be less than it can."""
+    assert links(simulated(job())) is None and network(simulated(job())) == {}
+    own = {"bandwidth_gbit": [0.5, 1.0, 2.0], "server_bandwidth_gbit": 8.0, "latency_us": 0.0}
+    trace = simulated(job("asp", network=own))
+    assert links(trace).workers == pytest.approx([0.5, 1.0, 2.0], rel=0.05)
+    assert 0.5 < links(trace).server < 2.0
     assert network(trace)["latency_us"] == pytest.approx(0.0, abs=0.1)
+    more = network(trace, 1, 5)
+    assert more["bandwidth_gbit"] == [links(trace).workers[measured] for measured in stand_ins(3, 5, 1)]
+    assert more["server_bandwidth_gbit"] == links(trace).server, "no wider than was seen"
 
 
-@pytest.mark.parametrize("latency_us", [0.0, 10_000.0])
+def test_a_server_whose_link_all_pushes_share_is_seen_as_it_is(simulated):
+    """Equal workers of a synchronous run push almost together: half of the iteration is a queue."""
+    narrow = {"bandwidth_gbit": 0.1, "latency_us": 0.0}
+    compute = {"model": "lognormal", "seconds": 0.1, "jitter": 0.1}
+    found = links(simulated(job("bsp", network=narrow, compute=compute)))
+    assert found.server == pytest.approx(0.1, rel=0.02)
+    assert max(found.workers) < 0.11
+
+
+@pytest.mark.parametrize("paradigm", ["bsp", "asp"])
+def test_the_turnaround_is_what_a_worker_waits_that_waits_for_nobody(simulated, paradigm):
+    """Of the push info and the grant, each one latency; waiting for stragglers is no part of it."""
+    trace = simulated(job(paradigm, network={"bandwidth_gbit": 1.0, "latency_us": 500.0}))
+    assert turnaround_s(trace) == pytest.approx(1e-3, rel=0.05)
+    assert network(trace)["latency_us"] == pytest.approx(1e3 / 6, rel=0.05)
+    assert turnaround_s(simulated(job("allreduce"))) == 0.0
+
+
+def test_without_servers_a_server_would_have_the_widest_link(simulated):
+    own = {"bandwidth_gbit": 0.1, "latency_us": 0.0}
+    found = links(simulated(job("allreduce", network=own)))
+    assert found.server == max(found.workers) < 0.12
+
+
+@pytest.mark.parametrize("latency_us", [0.0, 3_000.0])
 @pytest.mark.parametrize("target", ["bsp", "asp", "allreduce"])
 def test_another_paradigm_takes_the_time_that_it_really_would(simulated, tmp_path, target, latency_us):
     """Measured under BSP, the times of another paradigm are within a few percent of those on the true cluster."""
