@@ -392,7 +392,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), ranks: int | None = No
     table = _parse(text, str(path))
     override(table, overrides)
     _check_values(table, "--set")
-    if any(not text.startswith("seed=") for text in overrides):
+    if any(not text.startswith(("seed=", "predicted")) for text in overrides):
         table.pop("predicted", None)  # that of another job
     if ranks is not None:
         _set_workers(table, ranks)

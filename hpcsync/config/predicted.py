@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from hpcsync.config.base import Positive, Table
 from hpcsync.config.errors import JobError
@@ -23,7 +23,7 @@ class Prediction(Table):
         Samples trained a second.
     """
 
-    seconds: Positive
+    seconds: Positive = Field(description="a number greater than 0")
     low_s: Positive | None = None
     high_s: Positive | None = None
     samples_per_s: Positive | None = None

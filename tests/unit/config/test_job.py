@@ -319,6 +319,9 @@ MISTAKES = {
     'cluster.compute={model="constant"}': f"cluster.compute.seconds: missing; {SECONDS}",
     'cluster.compute={model="table"}': "cluster.compute.table: missing; "
     "must be a CSV file with the columns worker,iteration,seconds",
+    "predicted.low_s=1": "predicted.seconds: missing; must be a number greater than 0",
+    "predicted={seconds=1,low_s=0.5}": "predicted.low_s: must come with predicted.high_s",
+    "predicted={seconds=1,low_s=2,high_s=3}": "predicted.seconds = 1: must be from 2 to 3",
     "stop={}": "stop: empty; must have at least one of samples, updates, seconds, target_accuracy, target_loss",
     # which kind of table
     "paradigm.name=dsp": f'paradigm.name = "dsp": must be one of {PARADIGMS}; did you mean dssp?',
