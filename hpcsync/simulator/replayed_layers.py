@@ -12,6 +12,7 @@ part of a convolution worker's transfer, and of a fully-connected worker's all-r
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from itertools import cycle
 from typing import Any
 
@@ -123,15 +124,16 @@ def read(job: Job, workload: Workload) -> tuple[list[Columns], tuple[ClusterEven
     sizes = divided(job, workload).shape.attributes()
     steps = trace.tables["exchanges"]
     below = steps[(steps["batch_size"] > 0) & (steps["worker"] >= job.groups.n_fc)]
+    batch_sizes = np.unique(below["batch_size"]).tolist()
+    its_options = asdict(recorded.paradigm)
     for name, needed, found in (
-        ("paradigm.name", job.paradigm.name, recorded.paradigm.name),
-        ("[paradigm]", job.paradigm, recorded.paradigm),
+        *((f"paradigm.{name}", value, its_options.get(name)) for name, value in asdict(job.paradigm).items()),
         ("cluster.workers", job.cluster.workers, trace.n_workers),
         ("layers of these bytes", sizes, {name: trace.attributes.get(name) for name in sizes}),
-        ("workload.batch_size", [job.workload.batch_size], np.unique(below["batch_size"]).tolist()),
+        ("workload.batch_size", job.workload.batch_size, batch_sizes[0] if len(batch_sizes) == 1 else batch_sizes),
     ):
         if needed != found:
-            raise JobError(f"{key}: must be of a run with {name} = {needed}, it has {found}")
+            raise JobError(f"{key}: must be of a run with {name} = {shown(needed)}, it has {shown(found)}")
     if not 0.0 < options(job).shares[2] < 1.0:
         raise JobError(f"{key}: must come with paradigm.fc_share between 0 and 1")
     return columns(job, steps), recorded.cluster.events

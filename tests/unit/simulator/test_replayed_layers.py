@@ -72,10 +72,10 @@ def test_a_job_with_the_times_of_a_run_takes_its_time(tmp_path, pieces):
 @pytest.mark.parametrize(
     ("paradigm", "workload", "why"),
     [
-        (stanza(2), TIMING, r"a run with \[paradigm\]"),
-        (stanza(n_fc=2), TIMING, r"a run with \[paradigm\]"),
+        (stanza(2), TIMING, "a run with paradigm.micro_batches = 2, it has 1"),
+        (stanza(n_fc=2), TIMING, "a run with paradigm.fc_workers = 2, it has 1"),
         (stanza(), TIMING | {"activations": 7}, "a run with layers of these bytes"),
-        (stanza(), TIMING | {"batch_size": 16}, r"a run with workload.batch_size = \[16\]"),
+        (stanza(), TIMING | {"batch_size": 16}, "a run with workload.batch_size = 16, it has 8"),
     ],
 )
 def test_times_of_other_layers_are_refused(tmp_path, paradigm, workload, why):
