@@ -123,8 +123,8 @@ def read(job: Job, workload: Workload) -> tuple[list[Columns], tuple[ClusterEven
         raise JobError(f"cluster.times_from: {error}") from None
     sizes = divided(job, workload).shape.attributes()
     steps = trace.tables["exchanges"]
-    below = steps[(steps["batch_size"] > 0) & (steps["worker"] >= job.groups.n_fc)]
-    batch_sizes = np.unique(below["batch_size"]).tolist()
+    steps = steps[steps["batch_size"] > 0]
+    batch_sizes = np.unique(steps["batch_size"][steps["worker"] >= job.groups.n_fc]).tolist()
     its_options = asdict(recorded.paradigm)
     for name, needed, found in (
         *((f"paradigm.{name}", value, its_options.get(name)) for name, value in asdict(job.paradigm).items()),
@@ -134,6 +134,9 @@ def read(job: Job, workload: Workload) -> tuple[list[Columns], tuple[ClusterEven
     ):
         if needed != found:
             raise JobError(f"{key}: must be of a run with {name} = {shown(needed)}, it has {shown(found)}")
+    n_iterations = np.bincount(steps["worker"], minlength=trace.n_workers)
+    if not n_iterations.all():
+        raise JobError(f"{key}: must be of a run with an iteration of worker {n_iterations.argmin()}, it has none")
     if not 0.0 < options(job).shares[2] < 1.0:
         raise JobError(f"{key}: must come with paradigm.fc_share between 0 and 1")
     return columns(job, steps), recorded.cluster.events

@@ -11,6 +11,7 @@ from hpcsync.workloads.registry import build
 from tests.unit.recorder import Recorder
 from tests.unit.simulator.runs import simulated
 from tests.unit.simulator.separated import GBIT, LATENCY_S, NETWORK, TIMING
+from tests.unit.trace.recorder import with_rows
 
 SLOW = [0.1, 0.15, 0.1, 0.25, 0.1]
 
@@ -83,6 +84,20 @@ def test_times_of_other_layers_are_refused(tmp_path, paradigm, workload, why):
     job = simulated(tmp_path, paradigm, SLOW, workload=workload, updates=2).job
     with pytest.raises(JobError, match=why):
         updates_s(with_times(job, recorded.cluster.times_from))
+
+
+def test_a_trace_without_an_iteration_of_some_worker_is_refused(tmp_path, monkeypatch):
+    job, _ = times_from(tmp_path, stanza())
+    whole = replayed_layers.load
+
+    def without(path):
+        trace = whole(path)
+        rows = trace.tables["exchanges"]
+        return with_rows(trace, "exchanges", rows[rows["worker"] > 0])
+
+    monkeypatch.setattr(replayed_layers, "load", without)
+    with pytest.raises(JobError, match="a run with an iteration of worker 0, it has none"):
+        updates_s(job)
 
 
 def times_from(tmp_path, paradigm):
