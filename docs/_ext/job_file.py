@@ -37,7 +37,7 @@ SECTIONS = {
     "evaluation": "Evaluation during the run. It takes place beside the servers and delays no worker; without servers, "
     "rank 0 evaluates beside its own training.",
     "predicted": "What [`hpcsync advise`](../how-to/advise.md) predicts of the job that it writes. The summary and the "
-    "report put it beside what came; nothing else uses it. `--set` drops it, unless it only changes the seed.",
+    "report compare the run with it; nothing else uses it. `--set` drops it, unless it only changes the seed.",
     "checkpoint": "Checkpoints. [Resume and checkpoints](../how-to/resume.md) describes their use.",
     "paradigm": "The synchronisation paradigm. `name` selects it. [Paradigms](../paradigms/index.md) has a page for "
     "each one.",
