@@ -125,7 +125,10 @@ def points() -> list[Point]:
     return found
 
 
-SERVER, BESIDE, RING, STANZA = "server", "server beside", "ring", "Stanza"
+SERVER, BESIDE, SHARDS, RING, STANZA = "server", "server beside", "server in shards", "ring", "Stanza"
+
+
+CLUSTER_KEYS = ("workers", "servers", "colocated")
 
 
 def methods(point: Point) -> dict[str, dict[str, Any]]:
@@ -136,6 +139,7 @@ def methods(point: Point) -> dict[str, dict[str, Any]]:
         found[f"{SERVER} {servers}"] = {"name": "bsp", "servers": servers, "workers": point.nodes - servers}
     if point.arm == "main" and (point.gbit, point.nodes) == BASE:
         found[BESIDE] = {"name": "bsp", "servers": 1, "workers": point.nodes}
+    found[SHARDS] = {"name": "bsp", "servers": point.nodes, "workers": point.nodes, "colocated": True}
     found[RING] = {"name": "allreduce", "workers": point.nodes}
     chosen = point.n_fc
     for n_fc in sorted({1, chosen - 1, chosen, chosen + 1} & set(range(1, point.nodes))):
@@ -168,7 +172,6 @@ def path_of(setting: str, arm: str, method: str, seed: int) -> str:
 
 def job(point: Point, name: str, method: dict[str, Any], seed: int) -> Job:
     shape = torchvision_models.shape(point.model)
-    workers, servers = method["workers"], method.get("servers", 0)
     varies = point.arm == "jitter"
     compute = {"model": "lognormal", "jitter": JITTER} if varies else {"model": "constant"}
     table: dict[str, Any] = {
@@ -183,10 +186,9 @@ def job(point: Point, name: str, method: dict[str, Any], seed: int) -> Job:
         },
         "optimizer": {"name": "sgd", "lr": 0.1},
         "stop": {"updates": JITTERED_UPDATES if varies else UPDATES},
-        "paradigm": {key: value for key, value in method.items() if key not in ("workers", "servers")},
-        "cluster": {
-            "workers": workers,
-            "servers": servers,
+        "paradigm": {key: value for key, value in method.items() if key not in CLUSTER_KEYS},
+        "cluster": {key: value for key, value in method.items() if key in CLUSTER_KEYS}
+        | {
             "compute": compute | {"seconds": point.seconds},
             "network": {"bandwidth_gbit": point.gbit, "latency_us": LATENCY_US},
         },
@@ -215,36 +217,25 @@ def measure(folder: Path, left_out: int = 0) -> dict[str, Any]:
     }
 
 
-SERVERS, COLOCATED, CHOSEN, IN_PIECES = "servers", "server in shards", STANZA, f"{STANZA}, {PIECES} pieces"
+SERVERS, CHOSEN, IN_PIECES = "servers", STANZA, f"{STANZA}, {PIECES} pieces"
 LAYOUTS = {
     f"{SERVER} 1": "one server",
     SERVERS: "best number of servers",
-    COLOCATED: "server in shards",
+    SHARDS: "server in shards",
     RING: "ring all-reduce",
 }
 
 
 def derived(results: pd.DataFrame) -> pd.DataFrame:
-    """More rows, of each point and seed: the best number of dedicated servers; a server in equal shards on all nodes,
-    which the simulator does not have, by the planner's formula; Stanza with what the planner has chosen."""
+    """More rows, of each point and seed: the best number of dedicated servers; Stanza as the planner has chosen."""
     found = []
     seeds = results.groupby(["setting", "arm"])["seed"].unique()
     for point in points():
         of_point = results[(results["setting"] == point.setting) & (results["arm"] == point.arm)]
         chosen = point.n_fc
-        colocated_s = stanza_planner.sharded_server_s(point.profile, point.links, point.nodes)
         named = {CHOSEN: f"{STANZA} {chosen}", IN_PIECES: f"{STANZA} {chosen}, {PIECES} pieces"}
         for seed in seeds[point.setting, point.arm]:
             runs = of_point[of_point["seed"] == seed].set_index("paradigm")
-            if point.arm != "jitter":
-                found.append(
-                    {
-                        "paradigm": COLOCATED,
-                        "iteration_s": colocated_s,
-                        "samples_per_s": point.nodes * point.batch / colocated_s,
-                    }
-                    | {"setting": point.setting, "arm": point.arm, "seed": seed}
-                )
             dedicated = runs.loc[[f"{SERVER} {n}" for n in range(1, point.nodes // 2 + 1)]]
             best = dedicated["samples_per_s"].idxmax()
             rows = {SERVERS: (best, int(best.split()[-1]))} | {name: (run, chosen) for name, run in named.items()}
@@ -286,8 +277,7 @@ def claims() -> list[Claim]:
         ("batch-32", "batches of 32"),
     ):
         for layout in LAYOUTS:
-            if (arm, layout) != ("jitter", COLOCATED):
-                found += against(words, {model: Point(model, *BASE, arm) for model in SPEEDS}, layout)
+            found += against(words, {model: Point(model, *BASE, arm) for model in SPEEDS}, layout)
     for layout, words in LAYOUTS.items():
         for model in SPEEDS:
             aim, high = (LEAST, FITS) if model in FC_LIGHT else (MOST, np.inf)
@@ -295,7 +285,7 @@ def claims() -> list[Claim]:
             found.append(Claim(says, "", batch_for(model, layout, aim), BATCHES[0], high))
     for model in SPEEDS:
         point = Point(model, *BASE, "batch-32")
-        says = f"batches of 32: speed-up over {LAYOUTS[COLOCATED]} that gets half of the links: {TITLES[model]}"
+        says = f"batches of 32: speed-up over {LAYOUTS[SHARDS]} that gets half of the links: {TITLES[model]}"
         found.append(Claim(says, "", with_share(point, 0.5), LEAST, MOST, expected=RANGE))
         if model not in ("vgg16", "vgg19"):
             aim = LEAST if model in FC_LIGHT else MOST
@@ -354,21 +344,22 @@ def batch_for(model: str, layout: str, aim: float) -> Of:
 
 def with_share(point: Point, share: float) -> Of:
     """Return the speed-up over a sharded server that gets this share of its links; Stanza gets all of them."""
-    per_s = of("samples_per_s", point.setting, point.arm, CHOSEN)
-    their_s = (point.profile.times.batch_s + transfers_s(point) / share) / (point.nodes * point.batch)
-    return _times(per_s, their_s)
+    per_s, transfers_s = of("samples_per_s", point.setting, point.arm, CHOSEN), _transfers_s(point)
+    samples, batch_s = point.nodes * point.batch, point.profile.times.batch_s
+    return lambda results: per_s(results) * (batch_s + transfers_s(results) / share) / samples
 
 
 def link_share(point: Point, aim: float) -> Of:
     """Return the share of the links with which that speed-up is `aim`."""
-    per_s = of("samples_per_s", point.setting, point.arm, CHOSEN)
+    per_s, transfers_s = of("samples_per_s", point.setting, point.arm, CHOSEN), _transfers_s(point)
     samples, batch_s = point.nodes * point.batch, point.profile.times.batch_s
-    return lambda results: transfers_s(point) / (samples * aim / per_s(results) - batch_s)
+    return lambda results: transfers_s(results) / (samples * aim / per_s(results) - batch_s)
 
 
-def transfers_s(point: Point) -> float:
+def _transfers_s(point: Point) -> Of:
     """Return the seconds of transfers in an iteration with a sharded server."""
-    return stanza_planner.sharded_server_s(point.profile, point.links, point.nodes) - point.profile.times.batch_s
+    iteration_s = of("iteration_s", point.setting, point.arm, SHARDS)
+    return lambda results: iteration_s(results) - point.profile.times.batch_s
 
 
 def volumes(title: str, point: Point) -> list[Claim]:
@@ -404,17 +395,21 @@ def _less(a: Of, number: float) -> Of:
 def as_planned() -> list[Claim]:
     """The planner's formula beside the simulation, of all points; and its choice beside one more and one fewer."""
     main = [point for point in points() if point.arm == "main"]
-    seconds, choices = [], []
+    seconds, shards, choices = [], [], []
     for point in main:
         n_fc = point.n_fc
         planned_s = stanza_planner.stanza_s(point.profile, point.links, Groups(point.nodes, n_fc))
         seconds.append(_times(of("iteration_s", point.setting, point.arm, CHOSEN), 1 / planned_s))
+        shards_s = stanza_planner.sharded_server_s(point.profile, point.links, point.nodes)
+        shards.append(_times(of("iteration_s", point.setting, point.arm, SHARDS), 1 / shards_s))
         others = {n_fc - 1, n_fc + 1} & set(range(1, point.nodes))
         choices += [speed_up(point, f"{STANZA} {n}") for n in sorted(others)]
     says = "simulated / planned seconds of an iteration, of all models, nodes and links"
     return [
         Claim(f"{says}: the least", "", least(seconds), 1 - AS_PLANNED, 1 + AS_PLANNED),
         Claim(f"{says}: the largest", "", largest(seconds), 1 - AS_PLANNED, 1 + AS_PLANNED),
+        Claim(f"{says}, server in shards: the least", "", least(shards), 1 - AS_PLANNED, 1 + AS_PLANNED),
+        Claim(f"{says}, server in shards: the largest", "", largest(shards), 1 - AS_PLANNED, 1 + AS_PLANNED),
         Claim("the same: the planner's choice / one more or fewer, the least", "", least(choices), low=1.0),
     ]
 
@@ -479,7 +474,7 @@ def draw_speed_ups(results: pd.DataFrame, folder: Path) -> None:
 def draw_where(results: pd.DataFrame, folder: Path) -> None:
     """Plot the speed-up against the number of servers and the batch size, with 10 nodes at 10 Gbit/s."""
     servers = [f"{SERVER} {n}" for n in range(1, BASE[1] // 2 + 1)]
-    layouts, varied = [*servers, COLOCATED, RING], (servers[0], SERVERS, RING)
+    layouts, varied = [*servers, SHARDS, RING], (servers[0], SERVERS, RING)
     figure, axes = plotting.panels(1, 1 + len(varied), height=2.9, sharey=True)
     rows = []
     for model, look in LOOKS.items():

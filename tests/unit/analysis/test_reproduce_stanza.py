@@ -10,7 +10,7 @@ from hpcsync.workloads import torchvision_models
 from reproductions import stanza
 from reproductions.claims import judged
 from reproductions.simulating import simulate_all
-from reproductions.stanza import COLOCATED, FC_LIGHT, SERVER, SPEEDS, Point
+from reproductions.stanza import FC_LIGHT, SERVER, SHARDS, SPEEDS, Point
 
 MODELS = {model: Shape(2_000, 50_000, 40, conv_flops=9_000, fc_flops=1_000) for model in SPEEDS}
 
@@ -37,7 +37,7 @@ def test_a_node_takes_for_a_batch_what_a_v100_was_measured_to_take():
 def test_all_layouts_share_the_nodes_but_the_server_beside_them():
     for name, job in stanza.jobs(1).items():
         setting, _, method, _ = name.split("/")
-        extra = 1 if method == "server_beside" else 0
+        extra = {"server_beside": 1, "server_in_shards": int(setting.split("-")[-1])}.get(method, 0)
         assert job.cluster.workers + job.cluster.servers == int(setting.split("-")[-1]) + extra
         assert job.cluster.network.bandwidth_gbit == float(setting.split("-")[-2])
 
@@ -58,7 +58,7 @@ def results(tmp_path, monkeypatch):
 def test_bytes_and_seconds_are_those_of_the_formulas(results):
     point, found = results
     verdicts = judged([*stanza.volumes("small", point), *stanza.as_planned()], found)
-    assert (verdicts["verdict"] == "holds").all() and len(verdicts) == 6
+    assert (verdicts["verdict"] == "holds").all() and len(verdicts) == 8
     wrong = found.assign(bytes=found["bytes"] + 1, iteration_s=found["iteration_s"] * 1.1)
     assert not (judged([*stanza.volumes("small", point), *stanza.as_planned()[:2]], wrong)["verdict"] == "holds").all()
 
@@ -69,7 +69,7 @@ def test_layouts_are_the_best_of_those_tried_and_shards_have_all_of_their_links(
     tried = [per_s[f"{SERVER} {n}"] for n in range(1, point.nodes // 2 + 1)]
     assert per_s["servers"] == max(tried) > min(tried)
     assert per_s["Stanza"] == per_s[f"Stanza {point.n_fc}"]
-    as_it_is = stanza.speed_up(point, COLOCATED)(found).item()
+    as_it_is = stanza.speed_up(point, SHARDS)(found).item()
     assert stanza.with_share(point, 1.0)(found).item() == pytest.approx(as_it_is)
     half = stanza.with_share(point, 0.5)(found).item()
     assert half > as_it_is
