@@ -32,6 +32,7 @@ from hpcsync.state import StateError
 from hpcsync.system import garbage, gpu_selection, launcher, loader_processes
 from hpcsync.system.atomic_files import NotWritten
 from hpcsync.system.launch_output import wait_until_read
+from hpcsync.system.process_cleanup import unlink_attached
 from hpcsync.training.buffers import Calibrate
 from hpcsync.training.flat_model import device_of
 from hpcsync.training.optimizers import OptimizerSpec
@@ -420,7 +421,11 @@ def world() -> MPI.Intracomm | None:
         os.environ.update({**launcher.settings_of_rank(os.environ), **os.environ})
     from mpi4py import MPI
 
-    launcher.refuse_singletons(MPI.COMM_WORLD.size, MPI.Get_library_version())
+    library = MPI.Get_library_version()
+    launcher.refuse_singletons(MPI.COMM_WORLD.size, library)
+    if "MPICH" in library:
+        MPI.COMM_WORLD.Barrier()  # all ranks have attached it
+        unlink_attached()
     return MPI.COMM_WORLD
 
 

@@ -34,6 +34,7 @@ PROXY = "hydra_pmi_proxy"  # of MPICH's launcher
 
 # Names of segments: Open MPI's with the host, MPICH's, and the semaphores of Python's multiprocessing.
 SEGMENT = re.compile(rf"(sm_segment|vader_segment)\.{re.escape(platform.node())}\.|mpich_shm_|mpich_shar_tmp|sem\.mp-")
+ATTACHED = re.compile(rf" {MEMORY}/mpich_shm_\w+$")  # in /proc/PID/maps, where "(deleted)" follows an unlinked name
 
 
 class Will(NamedTuple):
@@ -93,6 +94,18 @@ def remove_segments(since_ns: int) -> None:
         with contextlib.suppress(OSError):
             if path.stat().st_ino not in used:
                 path.unlink()
+
+
+def unlink_attached() -> None:
+    """Unlink the file of MPICH's segment, which every rank of this node has attached; nobody opens it again.
+
+    MPICH unlinks it when it finalizes, which a killed rank never does. Where there is no `hpcsync run` to remove it, on
+    the other nodes, it would use memory until somebody deletes it. To be called by a rank once all have started.
+    """
+    maps = PROCESSES / "self" / "maps"
+    for line in maps.read_text().splitlines() if maps.exists() else ():
+        if ATTACHED.search(line):
+            Path(line.split()[-1]).unlink(missing_ok=True)  # another rank may be faster
 
 
 def remove_sessions(since_ns: int) -> None:
