@@ -190,7 +190,7 @@ class Job(Table):
         paradigm = self.paradigm
         if self.cluster.on_death == "continue" and not self.has_servers and paradigm.lead_bound < math.inf:
             raise JobError(
-                f'cluster.on_death = "continue": must be "end" with paradigm.{paradigm.form_key} = "{paradigm.form}", '
+                f'cluster.on_death = "continue": must be "end" with {paradigm.stated_form}, '
                 "whose exchanges need all workers"
             )
         return self
@@ -200,7 +200,7 @@ class Job(Table):
         if self.needs_all and self.cluster.workers_min not in (None, self.cluster.workers):
             raise JobError(
                 f"cluster.workers_min = {self.cluster.workers_min}: must be cluster.workers = {self.cluster.workers} "
-                f'with paradigm.{self.paradigm.form_key} = "{self.paradigm.form}", whose exchanges need all workers'
+                f"with {self.paradigm.stated_form}, whose exchanges need all workers"
             )
         return self
 

@@ -438,6 +438,12 @@ class GossipOptions(ParadigmOptions):
         return self.synchronous
 
     @property
+    def stated_form(self) -> str:
+        """The option that makes all workers exchange in the same round, or the mode, for messages."""
+        by_choice = self.synchronous and self.mode != "permutation"
+        return "paradigm.synchronous = true" if by_choice else super().stated_form
+
+    @property
     def papers(self) -> tuple[Reference, ...]:
         """Papers behind the paradigm."""
         return (ASSRAN, JIN) if self.mode == "push-sum" else (JIN,)

@@ -232,6 +232,11 @@ class ParadigmOptions:
         return str(getattr(self, self.form_key))
 
     @property
+    def stated_form(self) -> str:
+        """The option that makes the paradigm what it is, as in a job file, for messages."""
+        return f'paradigm.{self.form_key} = "{self.form}"'
+
+    @property
     def lead_bound(self) -> float:
         """Largest lead over the slowest worker at which a worker starts, in iterations or pushes; inf: no bound."""
         return math.inf

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle
 from typing import Any
@@ -58,6 +59,31 @@ class _Links(Links):
         self._loop.after(next(self._transfers_s[self._owner(source, target)]), then, *args)
 
 
+class _Swaps(Links):
+    """Links on which the transfers of synchronous gossip take recorded times.
+
+    A worker's recorded time ends when it has sent and received everything, so a transfer takes at most the shorter time
+    of both its workers. This is the longest that agrees with all recorded times.
+
+    Parameters
+    ----------
+    loop, size_bytes
+        See `_Links`.
+    times_s
+        Seconds of all workers in each exchange, shape (n_exchanges, n_workers). They repeat after the last one.
+    """
+
+    def __init__(self, loop: Loop, size_bytes: int, times_s: np.ndarray) -> None:
+        super().__init__(loop, None, times_s.shape[1], size_bytes)
+        self._times_s = cycle(times_s.tolist())
+        self._began_s = -math.inf
+
+    def send(self, source: int, target: int, then: Then, *args: Any) -> None:
+        if self._began_s != self._loop.now_s:  # all transfers of an exchange begin at the same time
+            self._began_s, self._own_s = self._loop.now_s, next(self._times_s)
+        self._loop.after(min(self._own_s[source], self._own_s[target]), then, *args)
+
+
 def build(job: Job, workload: Workload) -> Workers:
     """Build the workers of a job without servers, whose times are those of the run ``cluster.times_from``.
 
@@ -93,30 +119,22 @@ def timed(loop: Loop, method: PeerMethod, comm_s: Sequence[np.ndarray], size_byt
     loop
         Event loop.
     method
-        Exchange of the run; its transport is one of `KINDS`.
+        Exchange of the run; its transport is one of `KINDS`, or "swap".
     comm_s
         Transfer times of each worker's iterations, 0 without a transfer. They repeat after the last one.
     size_bytes
         Size of a replica, for the records.
     """
+    n = min(map(len, comm_s))
+    of_all = np.array([own[:n] for own in comm_s]).T
+    if method.transport == "swap":
+        exchanges_s = of_all[of_all.any(axis=1)]
+        return _Swaps(loop, size_bytes, exchanges_s if len(exchanges_s) else np.zeros((1, len(comm_s))))
     owner, n_transfers = KINDS[method.transport]
     each = [cycle((own[own > 0] / n_transfers).tolist() or [0.0]) for own in comm_s]
-    n = min(map(len, comm_s))
-    together = np.min([own[:n] for own in comm_s], axis=0)  # waiting is in none of them
+    together = of_all.min(axis=1)  # waiting is in none of them
     all_reduces_s = cycle(together[together > 0].tolist() or [0.0])
     return _Links(loop, size_bytes, all_reduces_s, each, lambda source, target: owner(method, source, target))
-
-
-def to_send_s(rows: np.ndarray, n_workers: int) -> np.ndarray:
-    """Return the time to send only of rows of /exchanges of permutation gossip, shape (n_rows,).
-
-    A worker's `comm_s` ends when it has sent and received. Its own transfer thus takes at most the shorter one of its
-    time and its peer's; this is the longest that agrees with all recorded times.
-    """
-    comm_s = np.full((int(rows["iteration"].max(initial=0)) + 1, n_workers), np.inf)
-    comm_s[rows["iteration"], rows["worker"]] = rows["comm_s"]
-    others_s = np.where(rows["peer"] >= 0, comm_s[rows["iteration"], rows["peer"]], np.inf)
-    return np.minimum(rows["comm_s"], others_s)
 
 
 def _source(_: PeerMethod, source: int, target: int) -> int:
@@ -136,7 +154,6 @@ def _initiator(method: PeerMethod, source: int, target: int) -> int:
 KINDS: dict[str, tuple[Callable[[PeerMethod, int, int], int], int]] = {
     "all-reduce": (_source, 1),
     "average": (_source, 1),
-    "swap": (_source, 1),
     "published": (_reader, 1),
     "inbox": (_source, 1),
     "pairs": (_initiator, 2),

@@ -29,7 +29,7 @@ from hpcsync.report.explanation import WhatIf
 from hpcsync.simulator import cluster, factory, replayed_layers
 from hpcsync.simulator.event_loop import Loop
 from hpcsync.simulator.peer_transfers import Links, Workers, replica_bytes
-from hpcsync.simulator.replayed_links import timed, to_send_s
+from hpcsync.simulator.replayed_links import timed
 from hpcsync.simulator.replayed_times import (
     LOCKSTEP,
     Columns,
@@ -171,9 +171,6 @@ def _of_exchanges(trace: Trace | TraceFile) -> _Recorded:
     if separates:
         return _Recorded(job, samples, real_s, replayed_layers.columns(job, rows), _losses(each))
     workers = [columns_in_step(own, batch_size) for own in each]
-    if method.transport == "swap":
-        comm_s = to_send_s(rows, trace.n_workers)
-        workers = [columns._replace(comm_s=comm_s[rows["worker"] == i]) for i, columns in enumerate(workers)]
     return _Recorded(job, samples, real_s, workers, _losses(each))
 
 

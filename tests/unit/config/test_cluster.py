@@ -257,6 +257,7 @@ def test_the_trace_of_times_need_not_be_there_to_read_a_job() -> None:
         ({"name": "allreduce"}, 'paradigm.name = "allreduce"'),
         ({"name": "local-sgd", "steps": 2}, 'paradigm.name = "local-sgd"'),
         ({"name": "gossip", "mode": "permutation"}, 'paradigm.mode = "permutation"'),
+        ({"name": "gossip", "mode": "pull", "synchronous": True}, "paradigm.synchronous = true"),
     ],
     ids=str,
 )

@@ -65,6 +65,7 @@ EXACT: dict[str, tuple[dict[str, Any], Any, dict[str, Any]]] = {
     "allreduce-powersgd": (ALLREDUCE, SGD, {"compression": {"name": "powersgd", "rank": 1}, "workload": NETWORK}),
     "diloco": (DILOCO, NESTEROV, {}),
     "permutation": (PERMUTATION, NESTEROV, {}),
+    "push-sum-together": ({"name": "gossip", "mode": "push-sum", "synchronous": True}, NESTEROV, {}),
 }
 
 

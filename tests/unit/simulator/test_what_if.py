@@ -81,6 +81,16 @@ def test_its_own_times_take_the_time_of_the_run(tmp_path, paradigm):
     assert found.replayed_s == pytest.approx(found.real_s, rel=0.03)
 
 
+@pytest.mark.parametrize("mode", ["pull", "push", "permutation"])
+def test_synchronous_gossip_is_replayed_with_the_transfers_of_both_sides(tmp_path, mode):
+    paradigm = {"name": "gossip", "mode": mode, "synchronous": True}
+    network = {"bandwidth_gbit": 5e-4}  # a transfer alone takes 0.064 s
+    trace = simulated(tmp_path, paradigm, [0.1, 0.15, 0.1, 0.25, 0.1, 0.1], jitter=0.3, network=network)
+    assert trace.tables["exchanges"]["comm_s"].mean() > 0.05
+    found = study(trace)
+    assert found.replayed_s == pytest.approx(found.real_s, rel=1e-6)
+
+
 @pytest.mark.parametrize(
     "paradigm", [*LOCKSTEP[1:], *({"name": "gossip", "mode": mode} for mode in ("pull", "permutation"))], ids=str
 )
