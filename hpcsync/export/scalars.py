@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ class Reports:
     """Points of the rows of a run, which come table by table at each flush."""
 
     def __init__(self) -> None:
-        self._since_s = 0.0  # time of the last report
+        self._since_s = math.nan  # time of the last report
         self._updates_s, self._versions = np.zeros(1), np.zeros(1, np.int64)
 
     def points(self, table: str, rows: np.ndarray) -> Iterator[Point]:
@@ -41,6 +42,8 @@ class Reports:
                 yield self._of_part(part, has_servers=table == "pushes")
 
     def _of_part(self, rows: np.ndarray, *, has_servers: bool) -> Point:
+        if math.isnan(self._since_s):
+            self._since_s = float(rows["begin_s"].min())  # not 0 if the run was resumed
         now_s = max(self._since_s, float(rows["now_s"].max()))
         samples, took_s = rows["batch_size"], now_s - self._since_s
         self._since_s = now_s

@@ -6,6 +6,7 @@ import contextlib
 import queue
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -50,9 +51,10 @@ class ScalarLog:
         """Write what is left, for at most a minute. A second call does nothing."""
         if self._thread.is_alive():
             self._status = status
+            end_s = time.monotonic() + LAST_S.get(status, HURRIED_S)
             with contextlib.suppress(queue.Full):
-                self._points.put_nowait(None)
-            self._thread.join(LAST_S.get(status, HURRIED_S))
+                self._points.put(None, timeout=end_s - time.monotonic())
+            self._thread.join(max(0.0, end_s - time.monotonic()))
 
     def _write_all(self, folder: Path, job: Job) -> None:
         try:

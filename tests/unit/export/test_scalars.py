@@ -60,6 +60,13 @@ def test_means_are_weighted_by_samples() -> None:
     assert (point.update, point.now_s) == (9, 4.0)
 
 
+def test_the_rate_of_a_resumed_run_begins_with_its_first_iteration() -> None:
+    rows = np.zeros(1, TABLES["pushes"])
+    rows["begin_s"], rows["now_s"], rows["batch_size"] = 100.0, 102.0, 8
+    (point,) = Reports().points("pushes", rows)
+    assert point.scalars["train/samples_per_s"] == 4.0
+
+
 def test_evaluations_are_points_without_what_is_not_known() -> None:
     rows = np.array([(1.5, 7, 64, 0.5, np.nan, np.nan)], TABLES["evaluations"])
     assert [*Reports().points("evaluations", rows)] == [Point({"evaluation/loss": 0.5}, 7, 1.5)]

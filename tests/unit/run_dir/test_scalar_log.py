@@ -71,6 +71,22 @@ def test_a_log_that_fails_is_one_line(
     assert capsys.readouterr().err == ("hpcsync: log wandb: the log ends here, the run continues: division by zero\n")
 
 
+def test_a_log_that_is_behind_at_the_end_is_ended_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake, trace, writes, free = Fake(), recorder.record("asp"), threading.Event(), threading.Event()
+    fake.wandb(monkeypatch)
+    monkeypatch.setattr(fake, "take", lambda *_: writes.set() or free.wait(10))
+    monkeypatch.setattr(scalar_log, "WAITING", 2)
+    monkeypatch.setattr(scalar_log, "LAST_S", {"finished": 5.0})
+    log = ScalarLog("wandb", tmp_path, make_job())
+    log.add("pushes", trace.tables["pushes"])
+    assert writes.wait(10)
+    log.add("pushes", trace.tables["pushes"])
+    assert log._points.full()
+    threading.Timer(0.1, free.set).start()
+    log.close("finished")
+    assert fake.ended == [0]
+
+
 def test_a_log_that_hangs_does_not_hold_up_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake, free = Fake(), threading.Event()
     fake.mlflow(monkeypatch)
