@@ -71,6 +71,8 @@ def main(path: Path, asked: Asked) -> int:
     """
     if asked.extrapolate and asked.measured is None:
         raise JobError("--extrapolate: must come with --from: times of further workers are drawn from a run's")
+    if len(set(asked.paradigms)) == 1:
+        raise JobError(f"--paradigm {asked.paradigms[0]}: must be given at least twice, for different candidates")
     advisers = [_Adviser(path, asked, n_workers) for n_workers in asked.workers or (None,)]
     try:
         with on_signals(interrupt):

@@ -78,6 +78,8 @@ def main(
 
     try:
         _check(name, runs, out)
+        if from_s is not None and to_s is not None and not from_s < to_s:
+            raise figures.FigureError(f"--from {from_s:g}: must be less than --to {to_s:g}")
         assert name is not None
         window = {"from_s": from_s, "to_s": to_s}
         drawings = figures.draw(

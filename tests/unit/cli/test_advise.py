@@ -214,6 +214,8 @@ def test_candidates_that_do_not_suit_the_job_are_named_with_the_reason(job, tmp_
     assert "Not tried: k-sync k=4 (paradigm.k = 4: must be" in capsys.readouterr().out
     with pytest.raises(JobError, match="fewer than two candidates suit the job"):
         main(job, Asked(paradigms=("bsp", "nothing"), out=tmp_path / "out"))
+    with pytest.raises(JobError, match="--paradigm bsp: must be given at least twice, for different candidates"):
+        main(job, Asked(paradigms=("bsp", "bsp"), out=tmp_path / "out"))
 
 
 def test_a_run_of_the_advised_job_is_put_beside_its_prediction(job, tmp_path, capsys, monkeypatch):

@@ -547,6 +547,7 @@ def test_a_folder_that_cannot_be_created_is_named(tmp_path):
 def test_an_empty_window_is_refused(tmp_path):
     run = write(tmp_path, counted(*ROUNDS))
     assert "nothing to draw in this window" in refused("timeline", run, "--from", 100)
+    assert "--from 2: must be less than --to 1" in refused("timeline", run, "--from", 2, "--to", 1)
 
 
 def test_controller_is_a_figure_of_dssp(tmp_path):
