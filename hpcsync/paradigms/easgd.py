@@ -18,7 +18,17 @@ from hpcsync.paradigms.asp import ASP
 from hpcsync.paradigms.base import Paradigm
 from hpcsync.paradigms.bsp import BSP
 from hpcsync.paradigms.events import Action, Apply, Event
-from hpcsync.paradigms.options import Count, JobTables, NotNegative, OptionError, ParadigmOptions, Part, default, every
+from hpcsync.paradigms.options import (
+    Count,
+    JobTables,
+    NotNegative,
+    OptionError,
+    ParadigmOptions,
+    Part,
+    all_wait,
+    default,
+    every,
+)
 from hpcsync.paradigms.papers import Reference, neurips
 
 
@@ -165,7 +175,7 @@ class EasgdOptions(ParadigmOptions):
     def bound(self) -> str:
         """Description of the synchronisation, for messages."""
         if self.synchronous:
-            return f"all workers wait for each other every {self.period} iterations"
+            return all_wait(self.period)
         return super().bound
 
     @property

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from hpcsync.paradigms.options import Allowed, Count, OptionError, ParadigmOptions, Share, computed, every
+from hpcsync.paradigms.options import Allowed, Count, OptionError, ParadigmOptions, Share, all_wait, computed, every
 from hpcsync.paradigms.papers import ICML, Reference, arxiv, meeting
 from hpcsync.paradigms.peer_method import Actions, ExchangeResult, LocalUpdate, PeerMethod, PeerState
 
@@ -452,7 +452,7 @@ class GossipOptions(ParadigmOptions):
     def bound(self) -> str:
         """Description of the synchronisation, for messages."""
         if self.synchronous:
-            return f"all workers wait for each other every {self.period} iterations"
+            return all_wait(self.period)
         return super().bound
 
     @property

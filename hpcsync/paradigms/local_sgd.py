@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Lt
 
-from hpcsync.paradigms.options import Allowed, Count, ParadigmOptions, Positive, every
+from hpcsync.paradigms.options import Allowed, Count, ParadigmOptions, Positive, all_wait, every
 from hpcsync.paradigms.papers import ICLR, Reference, arxiv, meeting
 from hpcsync.paradigms.peer_method import Actions, ExchangeResult, PeerMethod, PeerState
 from hpcsync.paradigms.records import ALL_PEERS
@@ -119,7 +119,7 @@ class LocalSgdOptions(ParadigmOptions):
     @property
     def bound(self) -> str:
         """Description of the synchronisation, for messages."""
-        return f"all workers wait for each other every {self.steps} iterations"
+        return all_wait(self.steps)
 
     @property
     def label(self) -> str:

@@ -405,3 +405,8 @@ class ParadigmOptions:
 def every(n: int) -> str:
     """Return the name of the row that says what `n` iterations move."""
     return "an iteration moves" if n == 1 else f"every {n} iterations move"
+
+
+def all_wait(n: int) -> str:
+    """Return the bound of a paradigm whose workers wait for each other every `n` iterations."""
+    return f"all workers wait for each other {'in every iteration' if n == 1 else f'every {n} iterations'}"

@@ -7,7 +7,17 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import MinLen
 
-from hpcsync.paradigms.options import Allowed, Count, JobTables, OptionError, ParadigmOptions, Part, Positive, default
+from hpcsync.paradigms.options import (
+    Allowed,
+    Count,
+    JobTables,
+    OptionError,
+    ParadigmOptions,
+    Part,
+    Positive,
+    all_wait,
+    default,
+)
 from hpcsync.paradigms.papers import Reference, arxiv
 from hpcsync.paradigms.peer_method import SummedGradients
 from hpcsync.planning.layer_groups import Groups
@@ -71,7 +81,7 @@ class StanzaOptions(ParadigmOptions):
     waiting = "all workers, in every iteration"
     update = "the mean of all gradients; fully-connected weights stay on a few workers"
     source = "Wu et al., 2018"
-    bound = "all workers wait for each other in every iteration"
+    bound = all_wait(1)
 
     @property
     def shares(self) -> tuple[float, float, float]:

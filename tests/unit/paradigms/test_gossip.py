@@ -9,6 +9,7 @@ import torch
 
 from hpcsync.paradigms.gossip import BLOCK, TOPOLOGIES, PeerSelection
 from hpcsync.training.local_update import absorb, mix
+from tests.unit.jobs import make_job
 
 SELVES = [("complete", True), ("complete", False), ("ring", True), ("ring", False), ("exponential", False)]
 SIZES = [1, 2, 3, 5, 8]
@@ -265,3 +266,9 @@ def test_equal_models_stay_as_they_are(dtype):
 def test_push_sum_keeps_its_last_weight():
     peers = PeerSelection(4, seed=1, topology="exponential", include_self=False)
     assert [peers.drawn(0, 1, 2.0**-k) for k in (0, 30, 31)] == [1, 1, 0]
+
+
+@pytest.mark.parametrize(("period", "words"), [(1, "in every iteration"), (4, "every 4 iterations")])
+def test_synchronous_workers_wait_for_all(period, words):
+    paradigm = {"name": "gossip", "mode": "pull", "synchronous": True, "period": period}
+    assert make_job(paradigm=paradigm).paradigm.bound == f"all workers wait for each other {words}"
