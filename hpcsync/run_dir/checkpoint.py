@@ -28,7 +28,7 @@ FOLDER = "checkpoints"
 RUN = "run"  # name of rank 0's records of the run
 
 # Tables of the job that may differ when a run resumes. With other changes its decisions would not follow from the job.
-FREE = ("name", "stop", "evaluation", "checkpoint", "cluster")
+FREE = ("name", "stop", "evaluation", "checkpoint", "cluster", "predicted")
 
 
 class RunState(NamedTuple):

@@ -73,6 +73,7 @@ def test_a_run_resumes_in_another_version_of_hpcsync(tmp_path, monkeypatch):
         ({"stop": {"updates": 9}}, None),
         ({"checkpoint": {"seconds": 1.0}}, None),
         ({"name": "other"}, None),
+        ({"predicted": {"seconds": 1.0}}, None),
         ({"optimizer": {"name": "sgd", "lr": 0.2}}, "optimizer.lr = 0.2: must be 0.1, as it was when the run began"),
         ({"paradigm": {"name": "asp"}}, 'paradigm.name = "asp": must be "bsp", as it was when the run began'),
         ({"cluster": {"servers": 2, "workers": 3}}, "cluster.servers = 2: must be 1, as it was when the run began"),
