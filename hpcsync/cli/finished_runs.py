@@ -83,10 +83,14 @@ def read(path: Path) -> Read:
 
 
 def _keys(job: jobs.Job, engine: str | None) -> Iterable[tuple[str, str]]:
-    """Return the keys of a job with their values in TOML, without a number of servers that is the default."""
+    """Return the keys of a job with their values in TOML, without what changes no run.
+
+    This is a number of servers that is the default, and a prediction.
+    """
     import tomllib
 
     table = tomllib.loads(job.to_toml())
+    table.pop("predicted", None)
     if table["cluster"].get("servers") == jobs.default_servers(table["paradigm"]):
         del table["cluster"]["servers"]
     return [*_flat(table), ("engine", str(engine))]

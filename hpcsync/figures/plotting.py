@@ -116,7 +116,7 @@ def of_one_job(traces: Sequence[Trace]) -> list[list[Trace]]:
     """Group traces whose jobs differ only in the seed, that the same engine ran, and that ended alike."""
     groups: dict[tuple[str, str, str], list[Trace]] = {}
     for trace in traces:
-        job = trace.job.model_copy(update={"seed": 0})
+        job = trace.job.model_copy(update={"seed": 0, "predicted": None})
         groups.setdefault((job.to_toml(), str(trace.attributes.get("engine")), trace.status), []).append(trace)
     return list(groups.values())
 

@@ -19,6 +19,8 @@ from hpcsync.cli.compare import TUNING_SEEDS, Asked, main
 from hpcsync.cli.finished_runs import grouped
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import load
+from hpcsync.figures.plotting import of_one_job
+from hpcsync.trace.reader import load as load_trace
 
 JOB = """
 name = "small"
@@ -171,6 +173,16 @@ def test_finished_runs_take_no_options_of_a_grid(job: Path) -> None:
     with pytest.raises(JobError, match="empty: must be a trace, or a folder with the traces of runs"):
         Path("empty").mkdir()
         main([Path("empty")], Asked())
+
+
+def test_a_prediction_makes_no_other_variant(job: Path) -> None:
+    predicted = job.with_name("predicted.toml")
+    predicted.write_text(job.read_text() + "\n[predicted]\nseconds = 1.0\n")
+    run.simulate(job, ["seed=1"], Path("runs/0"), None)
+    run.simulate(predicted, ["seed=2"], Path("runs/1"), None)
+    (runs,) = grouped([Path("runs")]).values()
+    assert runs[1].job.predicted is None and runs[2].job.predicted is not None
+    assert len(of_one_job([load_trace(each.trace) for each in runs.values()])) == 1
 
 
 def test_runs_are_of_one_variant_if_only_seed_and_name_differ(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
