@@ -15,6 +15,7 @@ from torch import nn
 
 DTYPES = (torch.float32, torch.float64)
 NARROW = (torch.bfloat16, torch.float16)
+DOT_SIZE = 2**30  # elements of a part of a dot product; torch's on a GPU takes less than 2^31
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -40,9 +41,11 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
 
 def squared_norm(vector: torch.Tensor) -> float:
     """Return the sum of squares of a vector, shape (size,), as torch sums it; infinity if the vector is not finite."""
-    if vector.dtype.itemsize < 4:
-        vector = vector.float()
-    square = float(torch.dot(vector, vector))
+    square = 0.0
+    for part in vector.split(DOT_SIZE):
+        if part.dtype.itemsize < 4:
+            part = part.float()
+        square += float(torch.dot(part, part))
     return math.inf if math.isnan(square) else square
 
 

@@ -1,12 +1,14 @@
 """Flat models: views remain views, whatever a training loop does to the gradients."""
 
 import copy
+import math
 
 import pytest
 import torch
 from torch import nn
 
-from hpcsync.training.flat_model import FlatModel
+from hpcsync.training import flat_model
+from hpcsync.training.flat_model import FlatModel, squared_norm
 
 
 def make_model() -> nn.Module:
@@ -177,3 +179,19 @@ def test_the_gradient_moves_with_its_values(flat, expected):
     loss_of(flat.model).backward()
     assert torch.equal(buffer, 2 * expected)
     assert torch.equal(before, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [0, 1, 7, 8])
+def test_a_squared_norm_is_a_sum_over_parts(dtype, size, monkeypatch):
+    vector = torch.arange(1.0, size + 1, dtype=dtype)
+    whole = size * (size + 1) * (2 * size + 1) / 6
+    assert squared_norm(vector) == whole
+    monkeypatch.setattr(flat_model, "DOT_SIZE", 3)
+    assert squared_norm(vector) == whole
+
+
+def test_the_squared_norm_of_what_is_not_finite_is_infinite():
+    assert squared_norm(torch.tensor([1.0, math.nan])) == math.inf
+    assert squared_norm(torch.tensor([1.0, -math.inf])) == math.inf
+    assert squared_norm(torch.tensor([1e30, 1.0])) == math.inf, "the square is not"
