@@ -41,11 +41,11 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
 
 def squared_norm(vector: torch.Tensor) -> float:
     """Return the sum of squares of a vector, shape (size,), as torch sums it; infinity if the vector is not finite."""
-    square = 0.0
-    for part in vector.split(DOT_SIZE):
-        if part.dtype.itemsize < 4:
-            part = part.float()
-        square += float(torch.dot(part, part))
+    if len(vector) > DOT_SIZE:
+        return sum(map(squared_norm, vector.split(DOT_SIZE)))
+    if vector.dtype.itemsize < 4:
+        vector = vector.float()
+    square = float(torch.dot(vector, vector))
     return math.inf if math.isnan(square) else square
 
 
