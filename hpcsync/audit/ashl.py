@@ -16,6 +16,7 @@ from hpcsync.audit.check import Check, check_all, check_rows
 from hpcsync.audit.server_recount import Recount
 from hpcsync.config.job import Script
 from hpcsync.paradigms.ashl import AshlOptions
+from hpcsync.paradigms.records import UNUSED
 from hpcsync.trace.iteration_counts import NEVER, follow
 from hpcsync.trace.schema import Outcome
 
@@ -390,7 +391,7 @@ def workers_do_what_is_planned(stages: Stages) -> Check:
 
 
 def commits_count_their_share(stages: Stages) -> Check:
-    """Check that the weight of an applied push is D, and that of others 0.
+    """Check that the weight of an applied push is D, and that of others, or of one with a skipped step, 0.
 
     In the profile stage it is 1 / n_active.
     """
@@ -398,7 +399,8 @@ def commits_count_their_share(stages: Stages) -> Check:
     n_active = stages.n_active(pushes["seq"])
     expected = stages.in_force(b"share", pushes["worker"], pushes["seq"], np.nan)
     expected = np.where(pushes["seq"] < stages.begins[0], 1 / np.maximum(n_active, 1), expected)
-    expected = np.where(pushes["outcome"] == Outcome.APPLIED, expected, 0.0)
+    counts = (pushes["outcome"] == Outcome.APPLIED) & ~np.isin(pushes["problem"], [*UNUSED])
+    expected = np.where(counts, expected, 0.0)
     return check_rows(
         "the weight of a commit is its share",
         ~(np.abs(pushes["weight"] - expected) <= SAME * expected),

@@ -15,6 +15,7 @@ import numpy as np
 from hpcsync.audit.check import Check, check_all, check_rows
 from hpcsync.audit.server_recount import Recount
 from hpcsync.paradigms.options import ParadigmOptions
+from hpcsync.paradigms.records import UNUSED
 from hpcsync.trace.schema import ELAPSED, Change, Outcome
 
 SAME = 1e-9  # relative difference of floats that are computed in another order
@@ -48,9 +49,10 @@ def weights_are_shares(recount: Recount, *, by_samples: bool) -> Check:
     rows = recount.applied
     update = recount.applied_version - 1
     size = recount.pushes["batch_size"][rows].astype(float) if by_samples else np.ones(len(rows))
+    size[np.isin(recount.pushes["problem"][rows], [*UNUSED])] = 0.0
     total = np.bincount(update, size, minlength=len(recount.updates))
     expected = np.zeros(len(recount.pushes))
-    expected[rows] = size / total[update]
+    expected[rows] = size / np.where(total > 0, total, 1.0)[update]
     # Contributions of the update that an unfinished trace ends with may be missing.
     known = np.ones(len(expected), bool)
     known[rows] = recount.applied_version <= len(recount.complete_seq)

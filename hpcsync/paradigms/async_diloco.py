@@ -64,6 +64,7 @@ from hpcsync.paradigms.options import (
     default,
 )
 from hpcsync.paradigms.papers import Reference, arxiv
+from hpcsync.paradigms.records import UNUSED
 from hpcsync.planning.checks import is_number, is_whole
 
 WEIGHTS = ("samples", "equal")
@@ -133,7 +134,7 @@ class AsyncDiLoCo(Paradigm):
         self._by_samples = weigh == "samples"
         self._step_s = [math.nan] * n_workers  # of each worker's latest push
         self._granted = [1 if by_speed else steps] * n_workers  # steps of each worker's latest grant (a)
-        self._waiting: dict[int, int] = {}  # samples of each contribution that waits for the update, by worker
+        self._waiting: dict[int, int] = {}  # by worker, samples of the contributions that wait for the update
         self._due_s = math.inf  # end of the grace window
         self._due_worker = 0  # that completed the quorum
 
@@ -162,7 +163,7 @@ class AsyncDiLoCo(Paradigm):
         worker, step_s = event.worker, event.iteration_s / event.local_steps
         if 0 < step_s < math.inf:
             self._step_s[worker] = step_s
-        self._waiting[worker] = event.batch_size
+        self._waiting[worker] = 0 if event.problem in UNUSED else event.batch_size
         self._block(worker)  # (b)
         if len(self._waiting) == self._quorum:
             self._due_s, self._due_worker = self._now_s + self._grace_s, worker  # (c)
@@ -193,10 +194,11 @@ class AsyncDiLoCo(Paradigm):
         return [update, *grants]
 
     def _weights(self, samples: list[int]) -> tuple[float, ...]:
-        """Return the weights of contributions, whose mean is 1 (d); empty if they are equal."""
+        """Return the weights of contributions, whose mean is 1 over those that count (d); empty if they are equal."""
         if not self._by_samples or len(set(samples)) == 1:
             return ()
-        return tuple(len(samples) * n / sum(samples) for n in samples)
+        n_used = sum(n > 0 for n in samples)
+        return tuple(n_used * n / sum(samples) for n in samples)
 
     def _continue(self, worker: int) -> list[Action]:
         """Grant the worker as many steps as its speed allows."""

@@ -510,6 +510,33 @@ def test_a_step_that_a_scaler_skips_changes_nothing_and_is_recorded(comm, needs,
         assert [found for found in audit(trace) if not found.passed] == []
 
 
+COMMITS = {
+    "ashl": {"warmup": 1, "profiled": 4, "steps_coarse": 3, "steps_fine": 2, "loss_preset": 1.5},
+    "async-diloco": {"steps": 2, "grace_s": 0.002},
+}
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("paradigm", COMMITS)
+def test_a_commit_with_a_skipped_step_does_not_count(comm, only, folder, paradigm):
+    only(3)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    samples = TensorDataset(*(tensor.float() for tensor in data(BATCH * STEPS * comm.size).tensors))
+    with hpcsync.connect(model, optimizer, paradigm, out=folder, comm=comm, **COMMITS[paradigm]) as sync:
+        for step, batch in enumerate(sync.shard(samples, BATCH)):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, batch) * (float("inf") if step == 2 else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    if comm.rank == 0:
+        trace = load(folder / "trace.h5")
+        pushes = trace.tables["pushes"]
+        assert (pushes["problem"] > 0).sum() == 2 and (pushes["weight"][pushes["problem"] > 0] == 0).all()
+        assert [found for found in audit(trace) if not found.passed] == []
+
+
 @pytest.mark.parametrize("servers", [1, 2])
 def test_the_servers_clip_the_mean(comm, needs, folder, servers):
     needs(servers + 1)
