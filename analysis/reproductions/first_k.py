@@ -234,7 +234,7 @@ def contention(seed: int, until_s: float, longer: float = 1.0) -> list[dict[str,
 
 def speed_left(job: Job, until_s: float) -> float:
     """The workers' mean speed up to a time, events included, in that of the same workers without any."""
-    seconds = job.cluster.compute.seconds
+    seconds = getattr(job.cluster.compute, "seconds", 1.0)  # a file of times: all workers count alike
     alone_s = seconds if isinstance(seconds, tuple) else (seconds,) * job.cluster.workers
     done_s = []
     for worker in range(job.cluster.workers):
