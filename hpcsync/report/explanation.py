@@ -174,7 +174,10 @@ def hosts_of(trace: Trace | TraceFile) -> tuple[str, ...]:
 def sentences(found: Explanation, what_if: WhatIf | None) -> Iterator[str]:
     """Yield what a user would want to know, one sentence each."""
     total_s = np.append(found.parts_s.sum(axis=0), found.between_s.sum())
-    shares = total_s / (total_s.sum() or 1.0)
+    if not total_s.any():
+        yield "No iteration is in the trace, so there is nothing to explain."
+        return
+    shares = total_s / total_s.sum()
     words = (*(WORDS[part] for part in PARTS), "steps of the optimizer and other work between iterations")
     named = [f"{word} {_percent(share)}" for word, share in zip(words, shares, strict=True) if share >= 0.005]
     yield f"The run took {_seconds(found.duration_s)}. Time of all workers: {', '.join(named)}."

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import h5py
+import numpy as np
 import pytest
 
 from hpcsync.cli import explain
@@ -60,6 +62,14 @@ def test_what_cannot_be_simulated_is_said(tmp_path: Path, capsys: pytest.Capture
     trace = simulated(tmp_path, {"name": "bsp"}, [0.1, 0.3], stop={"seconds": 0.2})
     assert explain.main(trace.path, as_json=False, simulated=True) == 0
     assert "Not simulated with other times: it has no update." in said(capsys)
+
+
+def test_a_run_without_an_iteration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = simulated(tmp_path, {"name": "bsp"}, [0.1, 0.1])
+    with h5py.File(trace.path, "r+") as file:  # as a kill before the first flush leaves it
+        file.attrs["flushed_rows"] = np.zeros_like(file.attrs["flushed_rows"])
+    assert explain.main(trace.path, as_json=False, simulated=True) == 0
+    assert said(capsys).startswith("No iteration is in the trace, so there is nothing to explain.")
 
 
 def test_a_folder_without_a_trace_is_one_line(tmp_path: Path) -> None:
