@@ -20,6 +20,7 @@ from reproductions import dssp_map, dssp_map_real, first_k, first_k_real, gossip
 from reproductions import gossip as gossip_paper
 from reproductions import law as law_of_delay
 from reproductions import stanza as stanza_paper
+from reproductions import text as harder
 
 CORES = len(os.sched_getaffinity(0))
 
@@ -106,6 +107,16 @@ def stanza(
         stanza_real.reproduce(out or Path("reproductions/stanza-real"), seeds, Console())
     else:
         stanza_paper.reproduce(out or Path("reproductions/stanza"), seeds, processes, Console())
+
+
+@app.command()
+def text(
+    out: Out = None,
+    seeds: Seeds = 3,
+    processes: Processes = CORES,
+) -> None:
+    """All lines of work once more, on a transformer that learns text."""
+    harder.reproduce(out or Path("reproductions/text"), seeds, processes, Console())
 
 
 @app.command()

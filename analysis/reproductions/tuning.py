@@ -33,6 +33,8 @@ def tuned(
     out: Path,
     processes: int,
     console: Console,
+    factors: Sequence[float] | None = None,
+    tuning_seeds: Sequence[int] | None = None,
 ) -> pd.DataFrame:
     """Choose each method's rate, and return results with the chosen ones: a row per run, of the arm "tuned".
 
@@ -49,30 +51,33 @@ def tuned(
     columns
         Columns of times to targets, NaN for never; a rate is chosen by the mean of their logarithms.
     seeds
-        Seeds to report; none of SEEDS.
+        Seeds to report; none of those that are tuned with.
     out, processes, console
         As for `simulate_all`.
+    factors, tuning_seeds
+        A budget other than FACTORS and SEEDS, for runs that take long.
     """
-    assert not set(seeds) & set(SEEDS), "a seed is tuned and reported"
-    tried = {method: list(FACTORS) for method in methods}
+    budget, tuning_seeds = tuple(factors or FACTORS), tuple(tuning_seeds or SEEDS)
+    assert not set(seeds) & set(tuning_seeds), "a seed is tuned and reported"
+    tried = {method: list(budget) for method in methods}
     while True:
         runs = {
             f"{setting}/tuning-{factor:g}/{_stem(method)}/{seed}": make(method, factor, seed)
-            for method, factors in tried.items()
-            for factor in factors
-            for seed in SEEDS
+            for method, own in tried.items()
+            for factor in own
+            for seed in tuning_seeds
         }
         simulate_all(runs, out / "runs", processes, console)
         rates = best(pd.DataFrame([measure(out / "runs" / name) for name in runs]), columns)
-        open_ended = rates[rates["at_an_end"] & rates["paradigm"].map(lambda m: len(tried[m]) < len(FACTORS) + FURTHER)]
+        open_ended = rates[rates["at_an_end"] & rates["paradigm"].map(lambda m: len(tried[m]) < len(budget) + FURTHER)]
         if open_ended.empty:
             break
         for method, factor in zip(open_ended["paradigm"], open_ended["factor"], strict=True):
             tried[method].append(2 * factor if factor == max(tried[method]) else factor / 2)
     rates.to_csv(out / "tuned-rates.csv", index=False)
-    factors = dict(zip(rates["paradigm"], rates["factor"], strict=True))
+    chosen_factors = dict(zip(rates["paradigm"], rates["factor"], strict=True))
     chosen = {
-        f"{setting}/tuned/{_stem(method)}/{seed}": make(method, factors[method], seed)
+        f"{setting}/tuned/{_stem(method)}/{seed}": make(method, chosen_factors[method], seed)
         for method in methods
         for seed in seeds
     }
