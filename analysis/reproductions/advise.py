@@ -92,9 +92,9 @@ WORKLOADS = {
     ),
     "text": Workload(
         {"name": "text", "batch_size": 16, "layers": 1, "width": 32, "context": 32, "heads": 2},
-        {"target_loss": 2.25, "samples": 72_000},
+        {"target_loss": 2.35, "samples": 60_000},
         1_000,
-        {0.0: 2.0, 0.9: 0.2},
+        {0.0: 1.0, 0.9: 0.2},
         0.5,
     ),
 }
@@ -105,7 +105,7 @@ CLUSTERS: dict[str, list[float]] = {
     "transient": [EVEN_S] * WORKERS,
     "narrow": [EVEN_S] * WORKERS,
 }
-LINKS = {"narrow": "50mbit"}  # of hosts with a rank each; needs root
+LINKS = {"narrow": "100mbit"}  # of hosts with a rank each; needs root
 MOMENTA = (0.0, 0.9)
 
 

@@ -377,7 +377,7 @@ class _Adviser:
             job_file = self._out / "advised.toml"
             advised = self._advised(chosen[advice.advised], predicted)
             job_file.write_text(advised.to_toml(), encoding="utf-8")
-            lines.append(f"Job file: {job_file}")
+            lines.append(f"Job file: {job_file}, for {advised.cluster.ranks} ranks")
         found = {
             "advised": advice.advised,
             "indistinguishable": advice.alike,
