@@ -32,7 +32,7 @@ from hpcsync.trace.reader import load
 from hpcsync.trace.schema import Outcome
 from reproductions import law
 from reproductions.claims import conclude
-from reproductions.real_ranks import ANALYSIS, run_all
+from reproductions.real_ranks import ANALYSIS, LOAD, run_all
 from reproductions.regret import by_setting, choices, claims
 
 WORKERS = 4
@@ -309,10 +309,16 @@ def delay(label: str, summaries: Sequence[Summary], runs: Sequence[Path], moment
 
 
 def measure(folder: Path) -> dict[str, Any]:
-    """Return a real run's time to the target (NaN: never), and its time and samples to its end."""
+    """Return a real run's time to the target (NaN: never), its time and samples to its end, and the load."""
     summary = summarize(load(folder))
     time_s = np.nan if summary.time_to_target_s is None else summary.time_to_target_s
-    return {"time_s": time_s, "duration_s": summary.duration_s, "samples": summary.samples}
+    load_of = folder / LOAD
+    return {
+        "time_s": time_s,
+        "duration_s": summary.duration_s,
+        "samples": summary.samples,
+        "load": float(load_of.read_text()) if load_of.exists() else np.nan,
+    }
 
 
 def reproduce(
@@ -397,5 +403,5 @@ def _row(
         "advice_s": advice["advice_s"],
         "advice_cpu_s": advice["advice_cpu_s"],
         "advice_samples": advice["samples"],
-        "load": advice["load"],
+        "advice_load": advice["load"],
     }

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 ANALYSIS = Path(__file__).parents[1]
 ASKED = "asked.toml"
+LOAD = "load"  # of the machine at the end of a run, over a minute, the ranks' own included
 CONGESTION = "reno"  # shares a link evenly
 BURST = "16kb"  # small beside a model of 20 to 60 kB
 TIMEOUT_S = 7200.0
@@ -88,6 +89,7 @@ def main(comm: MPI.Intracomm, todo: Path) -> None:
             some.Free()
             if comm.rank == 0:
                 (folder / layout.WEIGHTS).unlink()
+                (folder / LOAD).write_text(f"{os.getloadavg()[0]}\n", encoding="utf-8")
         done = comm.Ibarrier()
         while not done.Test():  # an idle rank would take a core in a call that blocks
             time.sleep(IDLE_S)
