@@ -26,6 +26,7 @@ import pandas as pd
 from rich.console import Console
 
 from hpcsync.config.job import Job
+from hpcsync.report.advice import simplest
 from hpcsync.report.summary import Summary, summarize
 from hpcsync.run_dir import layout
 from hpcsync.trace.reader import load
@@ -202,6 +203,9 @@ def advise(setting: Setting, measured: Path, out: Path, processes: int) -> dict[
         took = {"advice_s": time.monotonic() - begin_s, "advice_cpu_s": _children_s() - cpu_s}
         cost.write_text(json.dumps(took | {"load": os.getloadavg()[0]}), encoding="utf-8")
     found: dict[str, Any] = json.loads((folder / "advice.json").read_text(encoding="utf-8"))
+    if found["indistinguishable"]:
+        times = {row["label"]: row["time_s"]["mean"] for row in found["ranking"] if row["time_s"]}
+        found["advised"] = simplest(found["indistinguishable"], times)  # as today, also of an advice of before
     summaries = folder.glob(f"trial-*/*/*/{layout.SUMMARY}")
     found["samples"] = sum(json.loads(each.read_text(encoding="utf-8"))["samples"] for each in summaries)
     return found | json.loads(cost.read_text(encoding="utf-8"))
@@ -213,12 +217,17 @@ def command_line(file: Path, measured: Path, folder: Path, processes: int) -> No
     line = ["advise", file, "--from", measured, "--out", folder, "--jobs", str(processes), *options]
     path = os.pathsep.join(filter(None, (str(ANALYSIS), os.environ.get("PYTHONPATH"))))
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    with folder.with_suffix(".log").open("w", encoding="utf-8") as log:
+    with log_of(folder).open("w", encoding="utf-8") as log:
         done = subprocess.run(
             [sys.executable, "-m", "hpcsync", *line], stdout=log, stderr=subprocess.STDOUT, env=environment, check=False
         )
     if done.returncode not in (0, 1):
-        raise RuntimeError(f"{folder}: no advice, see {folder.with_suffix('.log')}")
+        raise RuntimeError(f"{folder}: no advice, see {log_of(folder)}")
+
+
+def log_of(folder: Path) -> Path:
+    """Return what the command prints."""
+    return folder.with_name(f"{folder.name}.log")
 
 
 def option(label: str) -> str:
@@ -392,6 +401,7 @@ def _row(
         **measure(folder),
         "place": prediction.place,
         "advised": advice["advised"] == label,
+        "simplest": label in advice["indistinguishable"][:1],
         "shuffled": advice.get("shuffled") == label,
         "predicted_s": prediction.seconds,
         "low_s": prediction.low_s,

@@ -77,6 +77,7 @@ OPPONENTS = {
     "the highest throughput": "throughput",
     "the law alone": "law",
     "the law with phi = 1": "phi = 1",
+    "the simplest that is indistinguishable": "simplest",
     "the advice for the next cluster": "other cluster",
     "the advice from shuffled times": "shuffled",
 }

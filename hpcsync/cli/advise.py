@@ -360,7 +360,7 @@ class _Adviser:
             lines.append(f"Train with {advice.advised}.")
             if len(advice.alike) > 1:
                 others = ", ".join(label for label in advice.alike if label != advice.advised)
-                lines.append(f"Indistinguishable from it, and no simpler: {others}.")
+                lines.append(f"Indistinguishable from it: {others}.")
             if reference is not None and advice.advised != reference and reference in chosen:
                 runs = {trained.label: found for trained, found in last.summaries.items()}
                 lines.append(reports.why(runs[advice.advised], runs[reference], reference))

@@ -11,6 +11,7 @@ from rich.table import Table
 from hpcsync.report.summary import Summary
 from hpcsync.report.variants import Estimate, Row, Variants
 
+MARGIN = 0.05  # of the fastest one's time: what a simpler candidate may cost
 CHANCE = 0.02  # probability of being the fastest below which a candidate is told from the fastest
 
 
@@ -23,7 +24,7 @@ class Advice(NamedTuple):
         Label of the advised candidate; None if none has reached the target.
     alike
         Labels of candidates that cannot be told from the fastest, in the order of the candidates, which is from simple
-        to intricate. `advised` is the first.
+        to intricate. `advised` is one of them, see `simplest`.
     ranking
         Rows of the last trial, the fastest first.
     """
@@ -56,7 +57,25 @@ def conclude(found: Variants, order: Sequence[str]) -> Advice:
         if behind is not None and has_a_chance and (behind.half_width is None or behind.mean <= behind.half_width):
             alike.add(row.label)
     ordered = tuple(label for label in order if label in alike)
-    return Advice(ordered[0], ordered, tuple(ranking))
+    means = {row.label: row.time_s.mean for row in ranking if row.time_s is not None}
+    return Advice(simplest(ordered, means), ordered, tuple(ranking))
+
+
+def simplest(alike: Sequence[str], means: Mapping[str, float]) -> str:
+    """Return the first of some candidates whose mean time is near that of the fastest of them.
+
+    A few seeds may not tell candidates apart that take twice as long: to be indistinguishable is no reason to advise
+    the slower one, only to be about as fast is.
+
+    Parameters
+    ----------
+    alike
+        Labels from simple to intricate.
+    means
+        Mean times to the target by label.
+    """
+    limit_s = (1 + MARGIN) * min(means[label] for label in alike)
+    return next(label for label in alike if means[label] <= limit_s)
 
 
 def widened(found: Variants, factor: float) -> Variants:

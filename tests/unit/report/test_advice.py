@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpcsync.report.advice import conclude, prediction, why, widened
+from hpcsync.report.advice import conclude, prediction, simplest, why, widened
 from hpcsync.report.variants import compare
 
 ORDER = ["allreduce", "bsp", "asp", "gossip"]
@@ -30,6 +30,14 @@ def test_the_simplest_of_those_that_cannot_be_told_apart_is_advised():
     assert [row.label for row in advice.ranking] == ["gossip", "asp", "bsp"]
 
 
+def test_a_simpler_one_that_takes_much_longer_is_not_advised_however_little_is_known():
+    slow, fast = (9.0, 20.0, 10.0), (10.0, 9.0, 11.0)
+    advice = conclude(compare({"bsp": runs(*slow), "gossip": runs(*fast)}), ORDER)
+    assert (advice.advised, advice.alike) == ("gossip", ("bsp", "gossip"))
+    assert simplest(("bsp", "gossip"), {"bsp": 1.05, "gossip": 1.0}) == "bsp"  # control: about as fast
+    assert simplest(("bsp", "gossip"), {"bsp": 1.06, "gossip": 1.0}) == "gossip"
+
+
 def test_a_sure_difference_is_one():
     variants = {"gossip": runs(10.0, 11.0, 12.0), "asp": runs(10.5, 11.5, 12.5)}
     assert conclude(compare(variants), ORDER).alike == ("gossip",)
@@ -41,7 +49,8 @@ def test_who_is_behind_with_every_seed_is_told_apart_however_wide_the_interval()
 
 
 def test_without_intervals_nothing_can_be_told_apart():
-    assert conclude(compare({"gossip": runs(10.0), "bsp": runs(30.0)}), ORDER).advised == "bsp"
+    advice = conclude(compare({"gossip": runs(10.0), "bsp": runs(30.0)}), ORDER)
+    assert (advice.advised, advice.alike) == ("gossip", ("bsp", "gossip"))
 
 
 def test_who_misses_the_target_once_is_not_advised_and_without_any_nobody_is():
