@@ -354,7 +354,8 @@ def reproduce(
         advices[setting] = advise(setting, measured, out / "advice", processes)
         covariance, square = law.noise(load(measured))
         found[setting] = predicted(setting, advices[setting], out / "advice" / str(setting), covariance / square)
-        if control and setting.cluster != "equal":
+        known = (out / "shuffled" / f"{setting}-cost.json").exists()
+        if (control or known) and setting.cluster != "equal":
             altered = shuffled(measured, out / "shuffled" / f"{setting}-profile")
             advices[setting]["shuffled"] = advise(setting, altered, out / "shuffled", processes)["advised"]
     points = [
@@ -402,6 +403,8 @@ def _row(
         "place": prediction.place,
         "advised": advice["advised"] == label,
         "simplest": label in advice["indistinguishable"][:1],
+        "first trial": min(advice["trials"][0]["candidates"], key=_merit)["label"] == label,
+        "second trial": min(advice["trials"][1]["candidates"], key=_merit)["label"] == label,
         "shuffled": advice.get("shuffled") == label,
         "predicted_s": prediction.seconds,
         "low_s": prediction.low_s,
