@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpcsync.cli.advise import _label
+from hpcsync.cli.advice_candidates import label_of
 from hpcsync.config.job import Job, default_servers
 from hpcsync.paradigms import OPTIONS
 from hpcsync.planning.candidates import candidates, kept
@@ -21,7 +21,7 @@ def test_every_candidate_is_a_job_of_its_own(workers):
             "cluster": {"workers": workers, "servers": default_servers(candidate.paradigm)},
         }
         Job.from_table(table | ({"batches": candidate.batches} if candidate.batches else {}))
-        labels.append(_label(candidate))
+        labels.append(label_of(candidate))
     assert len(set(labels)) == len(labels) >= 18
     assert labels[:2] == ["allreduce", "bsp"]
 

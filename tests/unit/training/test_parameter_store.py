@@ -630,7 +630,7 @@ class ForgetsSums(Store):
         (Readers, ForgetsSums, "every contribution counts once"),
         (FewBuffers, OverwritesPinnedVersions, "a version not promised"),
         (FewBuffers, OverwritesExposedVersions, "a version not promised"),
-        (FewBuffersAndCorrections, LeavesPromisesBehind, "a reader waits only for readers"),
+        (FewBuffersAndCorrections, LeavesPromisesBehind, "a reader waits only for readers|a version not promised"),
         (OneBuffer, WaitsForUpdates, "a reader waits only for readers"),
         (FewBuffersAndCorrections, WaitsForUpdates, "a reader waits only for readers"),
         (Corrections, ForgetsCorrections, "every contribution counts once"),
