@@ -75,14 +75,15 @@ def measure(folder: Path) -> dict[str, Any]:
     setting, arm, method, seed = folder.parts[-4:]
     evaluations, duration_s = trace.frame("evaluations"), float(trace.tables["updates"]["now_s"][-1])
     late = evaluations["samples"] >= 0.9 * trace.job.stop.samples
-    reached_s = [evaluations["now_s"][evaluations["loss"] <= loss].min() for loss in LOSSES]
+    reached_s = {f"loss_{loss}_s": float(evaluations["now_s"][evaluations["loss"] <= loss].min()) for loss in LOSSES}
     return {
         "setting": setting,
         "arm": arm,
         "paradigm": method.replace("_", " "),
         "seed": int(seed),
         "duration_s": duration_s,
-        "loss_s": float(np.exp(np.mean(np.log(reached_s)))),
+        **reached_s,
+        "loss_s": float(np.exp(np.mean(np.log([*reached_s.values()])))),
         "loss": evaluations["loss"][late].mean(),
         "accuracy": evaluations["accuracy"][late].mean(),
     }
@@ -114,7 +115,7 @@ def reproduce(out: Path, seeds: int, processes: int, console: Console, length: f
         tuple(METHODS),
         lambda method, factor, seed: job(method, factor, seed, length),
         measure,
-        ("loss_s",),
+        [f"loss_{loss}_s" for loss in LOSSES],
         range(FIRST_SEED, FIRST_SEED + seeds),
         out,
         processes,
