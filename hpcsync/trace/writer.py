@@ -71,6 +71,7 @@ class _Buffer:
         self._hold(np.zeros(DUE_ROWS, dtype))
 
     def _hold(self, rows: np.ndarray) -> None:
+        """Pack into these rows from now on."""
         self.rows, self._size, self._bytes = rows, len(rows), rows.view(np.uint8).data
 
     def append(self, row: Sequence[Any]) -> None:
