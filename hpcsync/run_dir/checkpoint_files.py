@@ -23,8 +23,9 @@ from hpcsync.system.atomic_files import naming, removing, sync
 from hpcsync.version import __version__
 
 FORMAT = "hpcsync checkpoint"
-FORMAT_VERSION = 4  # raise it with every change of what a checkpoint holds: tests/unit/run_dir/checkpoint_format.txt
-READABLE_VERSIONS = (3, 4)  # fields that version 3 lacks have their defaults (`later_fields` of their records)
+FORMAT_VERSION = 5  # raise it with every change of what a checkpoint holds: tests/unit/run_dir/checkpoint_format.txt
+# Fields that version 3 lacks have their defaults (`later_fields` of their records); 3 and 4 hold all workers' slots.
+READABLE_VERSIONS = (3, 4, 5)
 
 MANIFEST = "manifest.json"
 ARRAY = "$array"
@@ -96,7 +97,7 @@ def read_manifest(folder: Path) -> Manifest:
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise StateError(f'must have the format "{FORMAT}"')
         if content.get("version") not in READABLE_VERSIONS:
-            readable = " and ".join(map(str, READABLE_VERSIONS))
+            readable = ", ".join(map(str, READABLE_VERSIONS))
             raise StateError(f"version {content.get('version')} of the format; this hpcsync reads {readable}")
         manifest: Manifest = built(Manifest, content)
     except StateError as error:

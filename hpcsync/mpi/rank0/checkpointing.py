@@ -89,6 +89,10 @@ class Checkpointer:
             return True
         return False
 
+    def has_deferred(self, worker: int) -> bool:
+        """Return whether a push of this worker is deferred, so that its contribution is still to be used."""
+        return any(record[:2] == (messages.InfoKind.PUSHED, worker) for record in self.unheard)
+
     def can_begin(self, computing: Collection[int]) -> bool:
         """Return whether all workers known to be computing wait for an answer."""
         waiting = {record[1] for record in self.unheard if record[0] in _DEFERRED}  # others name a rank

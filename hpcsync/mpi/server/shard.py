@@ -113,7 +113,7 @@ class Shard:
         self._save = save
         if state is not None:
             self.store.restore(state["store"])
-            self._restore_slots(state["slots"])
+            self._restore_slots(state.get("kept", range(n_workers)), state["slots"])
             if stated is not None:
                 stated[:] = state["stated"]
             for begin, end in self._slot_spans:
@@ -123,6 +123,7 @@ class Shard:
         self._weights: list[float] = []  # of the contributors
         self._reserved: dict[int, CommandRecord] = {}  # by worker: grants that the next update sends
         self._hidden: list[CommandRecord] = []  # grants of versions that are in private memory
+        self._kept: list[int] = []  # workers whose contributions belong to the checkpoint that follows
         self._dead: set[int] = set()
         self._grants = link.outbox(messages.TAG_GRANT, messages.COMMAND)
         self._evaluation = link.outbox(messages.TAG_EVALUATION, messages.COMMAND)
@@ -136,18 +137,21 @@ class Shard:
         for begin, end in self._slot_spans:
             self._link.tensors.acquire(begin, end)
         stated = [] if self._link.stated is None else self._link.stated.local.reshape(-1, self._link.n_stated).tolist()
-        slots = torch.stack([self._contribution(worker) for worker in range(self._link.roles.n_workers)])
-        return {"store": self.store.state(), "slots": slots.view(torch.uint8), "stated": stated}
+        slots = self._put[0].new_empty(len(self._kept), len(self._put[0]))
+        for row, worker in zip(slots, self._kept, strict=True):
+            row.copy_(self._contribution(worker))
+        kept = {"kept": self._kept, "slots": slots.view(torch.uint8)}
+        return {"store": self.store.state(), **kept, "stated": stated}
 
-    def _restore_slots(self, saved: torch.Tensor) -> None:
-        """Restore all contributions as sent, into private memory if slots are lent."""
-        rows = torch.stack([self._put[0]] * self._link.roles.n_workers)
+    def _restore_slots(self, workers: Sequence[int], saved: torch.Tensor) -> None:
+        """Restore the contributions of these workers as sent, into private memory if slots are lent."""
+        rows = self._put[0].new_empty(len(workers), len(self._put[0]))
         restore_arrays({"slots": rows.view(torch.uint8)}, {"slots": saved})
-        if self.pool is None:
-            for row, restored in zip(self._put, rows, strict=True):
-                row.copy_(restored)
-        else:
-            self._moved = dict(enumerate(rows))
+        for worker, row in zip(workers, rows, strict=True):
+            if self.pool is None:
+                self._put[worker].copy_(row)
+            else:
+                self._moved[worker] = row
 
     def _contribution(self, worker: int) -> torch.Tensor:
         """Return a worker's contribution as sent; anything if there is none."""
@@ -194,8 +198,11 @@ class Shard:
             self.store.discard(worker)
             if self.pool is not None:
                 self.pool.discard(worker)
+        elif command.kind == messages.CommandKind.KEEP:
+            self._kept.append(worker)
         elif command.kind == messages.CommandKind.SAVE:
             self._save(command.grant.version)
+            self._kept.clear()
         else:
             for worker in set(range(self._link.roles.n_workers)) - self._dead:
                 self._promise(command.grant._replace(worker=worker, version=self.store.version))

@@ -66,6 +66,7 @@ class CommandKind(IntEnum):
     ARRIVED = 9  # the worker's contribution is in its slot, and is used later
     LEND = 10  # lend slot `buffer` to the worker, after moving what is there to private memory
     LENT = 11  # to a worker: it may put its next contribution into slot `buffer` of this server
+    KEEP = 12  # the worker's slot holds a contribution that is used after the SAVE that follows
 
 
 class StepInfoKind(IntEnum):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import numpy as np
 import pytest
@@ -15,7 +16,9 @@ import hpcsync
 from hpcsync.compression import ErrorFeedback
 from hpcsync.config.job import Job
 from hpcsync.core.coordinator import Coordinator
-from hpcsync.run_dir import checkpoint
+from hpcsync.mpi.rank0.checkpointing import Checkpointer
+from hpcsync.run_dir import checkpoint, layout
+from hpcsync.run_dir.checkpoint_files import read_manifest, read_part
 from hpcsync.trace.reader import load
 from hpcsync.trace.schema import Change
 from hpcsync.training import rng_state, update_rules
@@ -104,6 +107,7 @@ def test_a_resumed_run_has_the_same_bits(comm, needs, folder, paradigm, optimize
 FORGOTTEN = {
     "optimizer": (update_rules.Descent, "restore", lambda self, state: None, {}),
     "residual": (ErrorFeedback, "restore", lambda self, state: None, {"compression": TOP_K}),
+    "contributions": (Checkpointer, "has_deferred", lambda self, worker: False, {}),
 }
 
 
@@ -204,7 +208,12 @@ def test_a_run_resumes_with_fewer_workers_and_one_returns(comm, only, folder, pa
         resume_run(fewer, this, without)
         fewer.Free()
     comm.Barrier()
-    assert checkpoint.number_of(checkpoint.newest(without)) > 1
+    newest = checkpoint.newest(without)
+    assert checkpoint.number_of(newest) > 1
+    if paradigm == "dssp":  # whose updates take a contribution at once, so that a missing worker's slot holds none
+        part = read_part(newest, "server-0")
+        assert comm.size - 2 not in part["kept"]
+        assert len(part["slots"]) == len(part["kept"]) > 0
     back = killed(comm, without, n_checkpoints=2)
     on_some(comm, this, back, resume=True)
     if comm.rank == 0:
@@ -215,6 +224,25 @@ def test_a_run_resumes_with_fewer_workers_and_one_returns(comm, only, folder, pa
         assert changes["change"].tolist() == [Change.DIED, Change.JOINED]
         pushes = [(trace.tables["pushes"]["worker"] == comm.size - 2).sum() for trace in (absent, returned)]
         assert pushes[0] < pushes[1]
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("version", [3, 4])
+def test_a_run_resumes_from_a_checkpoint_of_an_older_format(comm, only, folder, version):
+    """Each archive is a run of BSP, killed after five updates, by a release of that time."""
+    only(3)
+    if comm.rank == 0:
+        with ZipFile(Path(__file__).with_name(f"checkpoint-format-{version}.zip")) as archive:
+            archive.extractall(folder / "old")
+    comm.Barrier()
+    assert read_manifest(checkpoint.newest(folder / "old")).version == version
+    this = Job.from_toml((folder / "old" / layout.JOB).read_text())
+    resumed = on_some(comm, this, folder / "old", resume=True)
+    weights = on_some(comm, this, folder / "new")
+    if comm.rank == 0:
+        assert (weights == resumed).all()
+        assert not failures(folder / "old" / layout.TRACE)
+    comm.Barrier()
 
 
 # ---- runs that cannot be resumed ----

@@ -134,13 +134,17 @@ def a_pickle(path: Path) -> bytes:
         ("run.json", lambda data: b"", r"must have \d+ bytes, as the manifest says; it has 0"),
         ("run.json", None, "missing"),
         ("worker-0.safetensors", None, "missing"),
-        (MANIFEST, None, "missing, so this is no checkpoint of format version 4"),
+        (MANIFEST, None, "missing, so this is no checkpoint of format version 5"),
         (MANIFEST, lambda data: data[:-9], "no JSON: .*"),
         (MANIFEST, lambda data: b"\xff", "no JSON: .*"),
         (MANIFEST, lambda data: b"[" * 100_000, "no JSON: .*"),
         (MANIFEST, lambda data: b"[]", 'must have the format "hpcsync checkpoint"'),
         (MANIFEST, lambda data: b'{"format": "other"}', 'must have the format "hpcsync checkpoint"'),
-        (MANIFEST, lambda data: data.replace(b'"version": 4', b'"version": 5'), "version 5 of the format; this .* 4"),
+        (
+            MANIFEST,
+            lambda data: data.replace(b'"version": 5', b'"version": 6'),
+            "version 6 of the format; this .* 3, 4, 5",
+        ),
         (MANIFEST, lambda data: data.replace(b'"size"', b'"sizes"', 1), r"files\.[a-z0-9.-]+\.size: must be given"),
     ],
 )
@@ -165,7 +169,7 @@ def test_a_checkpoint_of_earlier_releases_is_refused(tmp_path):
     folder = tmp_path / "checkpoints" / "4"
     folder.mkdir(parents=True)
     torch.save({"hpcsync_version": "0.1", "job": ""}, folder / "run.pt")
-    line = r"^--resume: \S+/checkpoints/4/manifest.json: missing, so this is no checkpoint of format version 4$"
+    line = r"^--resume: \S+/checkpoints/4/manifest.json: missing, so this is no checkpoint of format version 5$"
     with pytest.raises(JobError, match=line):
         checkpoint.resumed(tmp_path)
 
