@@ -15,7 +15,7 @@ import typer
 from hpcsync.cli import cite, figure
 from hpcsync.cli.job_command import JobCommand
 from hpcsync.config.errors import JobError
-from hpcsync.system import garbage
+from hpcsync.system import garbage, standard_output
 from hpcsync.system.launch_output import wait_until_read
 from hpcsync.system.launcher import LaunchError, expected_rank, under_launcher
 from hpcsync.system.signals import ending_at_once, left_to_rank_0
@@ -596,5 +596,6 @@ def user_errors_in_one_line() -> Iterator[None]:
 def main() -> None:
     """Run the command line."""
     garbage.freeze_at_end()
-    with user_errors_in_one_line():  # Ctrl-C while the commands are set up
+    output = contextlib.nullcontext() if under_launcher() else standard_output.reader_may_leave()
+    with output, user_errors_in_one_line():  # Ctrl-C while the commands are set up
         app(prog_name="hpcsync")

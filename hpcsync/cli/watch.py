@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpcsync.config.errors import JobError
+from hpcsync.system import standard_output
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -63,6 +64,8 @@ def watch(folder: Path, *, once: bool, as_json: bool) -> int:
                     live.update(_view(status, console), refresh=True)
                 else:
                     console.print(_view(status, console))
+                if standard_output.reader_left():
+                    break
     except StatusError as error:
         raise JobError(f"watch: {error}") from None
     except KeyboardInterrupt:

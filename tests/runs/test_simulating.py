@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 from pathlib import Path
 
 import pytest
 
 from hpcsync.audit.trace_audit import audit
+from hpcsync.system.standard_output import READER_LEFT
 from hpcsync.trace.reader import load
-from tests.runs.processes import hpcsync, started
+from tests.runs.processes import ended, hpcsync, started
 
 pytestmark = pytest.mark.once
 
@@ -44,3 +46,10 @@ def test_a_signal_ends_it_and_leaves_a_trace(tmp_path, path):
     assert trace.status == "interrupted"
     assert len(trace.tables["pushes"]) > 0
     assert [check for check in audit(trace) if not check.passed] == []
+
+
+def test_a_simulation_whose_output_nobody_reads_is_finished(path: Path, tmp_path: Path) -> None:
+    shell = ["bash", "-c", f"{shlex.join(hpcsync('simulate', path, '--out', tmp_path / 'run'))} | head -c 1"]
+    program = ended([*shell[:2], f"set -o pipefail; {shell[2]}"])
+    assert (program.status, program.err) == (READER_LEFT, "")
+    assert load(tmp_path / "run").finished

@@ -1,0 +1,56 @@
+"""Standard output into a pipe that nobody reads any more."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from hpcsync.system.standard_output import READER_LEFT
+
+BEGIN = "import sys; from hpcsync.system.standard_output import reader_left, reader_may_leave\n"
+FORGIVING = (
+    BEGIN
+    + """
+with reader_may_leave():
+    for line in range(3):
+        print(line, flush=True)
+    print("to its end", reader_left(), file=sys.stderr)
+    sys.exit({status})
+"""
+)
+PLAIN = "import sys; print(0, flush=True); print('to its end', file=sys.stderr)"
+
+
+def without_a_reader(*arguments: str) -> subprocess.CompletedProcess[str]:
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        return subprocess.run(
+            [sys.executable, *arguments], stdout=write, stderr=subprocess.PIPE, text=True, check=False, timeout=60
+        )
+    finally:
+        os.close(write)
+
+
+@pytest.mark.parametrize(("status", "expected"), [(0, READER_LEFT), (2, 2)])
+def test_a_program_comes_to_its_end(status: int, expected: int) -> None:
+    program = without_a_reader("-c", FORGIVING.format(status=status))
+    assert (program.returncode, program.stderr) == (expected, "to its end True\n")
+
+
+def test_one_with_plain_output_does_not() -> None:
+    program = without_a_reader("-c", PLAIN)
+    assert "BrokenPipeError" in program.stderr and "to its end" not in program.stderr
+
+
+def test_a_reader_that_stays_reads_everything() -> None:
+    line = [sys.executable, "-c", FORGIVING.format(status=0)]
+    program = subprocess.run(line, capture_output=True, text=True, check=False, timeout=60)
+    assert (program.returncode, program.stdout, program.stderr) == (0, "0\n1\n2\n", "to its end False\n")
+
+
+@pytest.mark.parametrize("arguments", [("cite", "--help"), ("plan", "--help")])
+def test_a_command_ends_without_a_message(arguments: tuple[str, ...]) -> None:
+    program = without_a_reader("-m", "hpcsync", *arguments)
+    assert (program.returncode, program.stderr) == (READER_LEFT, "")
