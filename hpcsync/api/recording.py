@@ -4,7 +4,11 @@ Within `record` the first DistributedDataParallel module that is called gets a c
 bucket as DDP does. In the last bucket of a step the hook notes when this process has computed its gradients, and waits
 for the sums. What a process measures are durations: loading, computation, and from its gradients to their sum. The
 process that is ready last only transfers, so the shortest of the latter in a step is the transfer, and what another
-process takes longer is waiting. Clocks need not be synchronised.
+process takes longer is waiting. Clocks need not be synchronised: they are set such that the sums arrive everywhere at
+the same time, in the median over all steps.
+
+When the block ends, the processes measure what a transfer to a server would take: the latency of a message, from
+all-reduces of one number, and the time of copying a gradient.
 """
 
 # Without postponed annotations: torch compares those of a communication hook with the classes.
@@ -38,6 +42,8 @@ from hpcsync.trace.provenance import provenance
 from hpcsync.trace.writer import TraceWriter
 
 ENGINE = "ddp"
+ROUNDS = 20  # all-reduces of one number
+IDLE_S = 0.003  # before each of them: in the loop, too, a process comes to an all-reduce from other work
 
 
 class Step(NamedTuple):
@@ -50,6 +56,27 @@ class Step(NamedTuple):
     samples: int
     n_bytes: int
     lr: float = math.nan
+
+
+class Told(NamedTuple):
+    """What a process tells process 0 at the end.
+
+    Parameters
+    ----------
+    host
+        Name of its host.
+    steps
+        Its steps, shape (n_steps, 7).
+    numbers_s
+        Time of each all-reduce of one number, shape (n_rounds,).
+    copy_s
+        Time of copying a gradient in the host's memory; NaN for gradients on a GPU.
+    """
+
+    host: str
+    steps: np.ndarray
+    numbers_s: np.ndarray
+    copy_s: float
 
 
 def record(out: str | Path | None = None, *, name: str | None = None) -> "Recorder":
@@ -123,10 +150,22 @@ class Recorder:
             print("hpcsync: record: nothing is written: no DistributedDataParallel module was called", file=sys.stderr)
             return
         given: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object((socket.gethostname(), np.array(self.steps)), given)
+        dist.gather_object(self._told(self._module), given)
         if given is not None:
             job = _job(self._name, self._optimizer, self.steps[0].lr if self.steps else math.nan, len(given))
-            write(job, [steps for _, steps in given], [host for host, _ in given], self._out)
+            write(job, given, self._out)
+
+    def _told(self, module: DistributedDataParallel) -> Told:
+        """Measure the link, together with all other processes, and return this with the steps."""
+        number = torch.zeros(1, device=next(module.parameters()).device)
+        numbers_s = []
+        for _ in range(ROUNDS):
+            time.sleep(IDLE_S)
+            begin_s = _now(number)
+            dist.all_reduce(number, group=module.process_group)
+            numbers_s.append(_now(number) - begin_s)
+        copy_s = math.nan if number.is_cuda or not self.steps else _copy_s(self.steps[-1].n_bytes)
+        return Told(socket.gethostname(), np.array(self.steps), np.array(numbers_s), copy_s)
 
     def loading(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches of a loader, and measure how long each takes to come."""
@@ -191,18 +230,66 @@ def _now(tensor: torch.Tensor) -> float:
     return time.perf_counter()
 
 
-def write(job: Job, steps: Sequence[np.ndarray], hosts: Sequence[str], out: str | Path | None) -> Path:
+def _copy_s(n_bytes: int) -> float:
+    """Return the median time of copying so many bytes in the memory."""
+    source = torch.zeros(n_bytes, dtype=torch.uint8)
+    target = source.clone()
+    times_s = []
+    for _ in range(ROUNDS):
+        begin_s = time.perf_counter()
+        target.copy_(source)
+        times_s.append(time.perf_counter() - begin_s)
+    return float(np.median(times_s))
+
+
+def _link(told: Sequence[Told], comm_s: np.ndarray, n_bytes: int) -> dict[str, float]:
+    """Return the times of a message, and of the bytes of a gradient over one link, as attributes of the trace.
+
+    Parameters
+    ----------
+    told
+        Of each worker.
+    comm_s
+        Transfer times of the all-reduces, shape (n_steps,).
+    n_bytes
+        Size of a gradient.
+
+    Notes
+    -----
+    A ring of P workers sends 2 (P - 1) messages one after another, and 2 (P - 1) / P times the bytes over each link.
+    On one host there is no link: a worker copies its gradient into the server's memory.
+    """
+    if (n_hops := 2 * (len(told) - 1)) == 0:
+        return {}
+    numbers_s = float(np.array([each.numbers_s for each in told]).min(axis=0).mean())
+    copy_s = float(np.mean([each.copy_s for each in told]))
+    if len({each.host for each in told}) > 1 or math.isnan(copy_s):
+        copy_s = max(0.0, float(comm_s.mean()) - numbers_s) * n_bytes / ring_bytes(n_bytes, len(told))
+    return {"message_s": numbers_s / n_hops, "gradient_s": copy_s}
+
+
+def _own_times(steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return when each worker's steps begin and end, each of shape (n_workers, n_steps), on one clock from 0.
+
+    A step begins when the sum of the one before has arrived at this worker. The first one begins as early as its
+    durations say: the processes do not enter the block at the same time.
+    """
+    durations_s = steps[:, :, :3].sum(axis=2)
+    ended_s = steps[:, :, Step._fields.index("end_s")]
+    ended_s = ended_s - np.median(ended_s - ended_s[0], axis=1, keepdims=True)
+    began_s = np.hstack([ended_s[:, :1] - durations_s[:, :1], ended_s[:, :-1]])
+    return began_s - began_s.min(), ended_s - began_s.min()
+
+
+def write(job: Job, told: Sequence[Told], out: str | Path | None) -> Path:
     """Write the trace of a recorded run; return its folder.
 
     Parameters
     ----------
     job
         All-reduce with a worker for each process.
-    steps
-        Steps of each worker, shape (n_steps, 7), with the columns of `Step`. Those that not all workers made are left
-        out.
-    hosts
-        Host of each worker.
+    told
+        Of each worker. Steps that not all workers made are left out.
     out
         As of `record`.
 
@@ -211,29 +298,25 @@ def write(job: Job, steps: Sequence[np.ndarray], hosts: Sequence[str], out: str 
     JobError
         If there is no step, or the folder cannot be written.
     """
-    n_workers, n_steps = len(steps), min(len(each) for each in steps)
+    n_workers, n_steps = len(told), min(len(each.steps) for each in told)
     if not n_steps:
         raise JobError("record: no step was made")
-    if n_left_out := max(len(each) for each in steps) - n_steps:
+    if n_left_out := max(len(each.steps) for each in told) - n_steps:
         print(f"hpcsync: record: {n_left_out} steps that not all workers made are left out", file=sys.stderr)
-    of_all = np.array([each[:n_steps] for each in steps])
-    load_s, compute_s, sum_s, end_s, samples, n_bytes, lr = np.moveaxis(
-        of_all, 2, 0
-    )  # each of shape (n_workers, n_steps)
+    of_all = np.array([each.steps[:n_steps] for each in told])
+    load_s, compute_s, sum_s, _, samples, n_bytes, lr = np.moveaxis(of_all, 2, 0)  # shape (n_workers, n_steps) each
     comm_s = sum_s.min(axis=0)
-    # All workers begin a step when the sum of the one before has arrived, on worker 0's clock. On another's a step may
-    # have taken longer.
-    ready_s = load_s + compute_s
-    busy_s = ready_s + sum_s
-    took_s = np.maximum(np.diff(end_s[0], prepend=end_s[0, 0] - busy_s[0, 0]), busy_s.max(axis=0))
-    ended_s = [0.0, *np.cumsum(took_s).tolist()]
+    began_s, ended_s = _own_times(of_all)
+    ready_s = began_s + load_s + compute_s
+    all_ended_s = ended_s.max(axis=0)
     folder = layout.choose(job, out)
     layout.create(folder, job)
-    attributes = provenance(job, engine=ENGINE, mpi_library=None, hosts=[*hosts])
+    attributes = provenance(job, engine=ENGINE, mpi_library=None, hosts=[each.host for each in told])
+    attributes |= _link(told, comm_s, int(n_bytes[0, -1]))
     with TraceWriter(folder / layout.TRACE, attributes) as trace:
         trace.append("starts", (0, 0.0, 0, attributes["created"], launcher.batch_job()))
-        for worker, host in enumerate(hosts):
-            trace.append("clocks", (0, worker, host, 0.0, 0.0))
+        for worker, each in enumerate(told):  # a sum arrives within the time of its transfer
+            trace.append("clocks", (0, worker, each.host, 0.0, float(np.median(comm_s))))
         coordinator = PeerCoordinator(job, trace)
         for step, worker in np.ndindex(n_steps, n_workers):
             at = worker, step
@@ -246,16 +329,16 @@ def write(job: Job, steps: Sequence[np.ndarray], hosts: Sequence[str], out: str 
                 wait_s=sum_s[at] - comm_s[step],
                 comm_s=comm_s[step],
                 batch_size=max(1, int(samples[at])),
-                begin_s=ended_s[step],
-                end_s=ended_s[step] + ready_s[at],
+                begin_s=float(began_s[at]),
+                end_s=float(ready_s[at]),
                 n_received=n_workers - 1,
                 load_s=load_s[at],
                 lr=lr[at],
             )
-            coordinator.exchanged(ended_s[step + 1], info)
+            coordinator.exchanged(all_ended_s[step], info)
             trace.flush_if_due(0.0)
         for worker in range(n_workers):
-            coordinator.left(ended_s[-1], worker)
+            coordinator.left(all_ended_s[-1], worker)
     layout.conclude(folder, Console(highlight=False))
     lock.release(folder)
     return folder

@@ -69,8 +69,10 @@ def build(job: Job, workload: Workload, recorded: RecordedRun | None = None) -> 
         devices = [
             Device(each.seconds(), changes_of(job, worker, recorded.changes)) for worker, each in enumerate(times)
         ]
-        steps = Timed(loop, lambda worker, iteration: times[worker].steps(iteration))
-        return SimulatedCluster(loop, shard_bytes, devices, steps)
+        transfers: Transfers = Timed(loop, lambda worker, iteration: times[worker].steps(iteration))
+        if recorded.link is not None:
+            transfers = Networked(loop, recorded.link.network(sum(shard_bytes), len(times)), roles, shard_bytes)
+        return SimulatedCluster(loop, shard_bytes, devices, transfers)
     if cluster.compute is None:
         raise JobError(
             "cluster.compute: missing; a simulation must have it (or --times-from): it defines how long iterations take"

@@ -98,7 +98,7 @@ def build(job: Job, workload: Workload) -> Workers:
         each, changes = replayed_layers.read(job, workload)
         links = replayed_layers.RecordedLinks(loop, job, each, size_bytes)
     elif method.transport in LOCKSTEP:
-        each, changes = read_columns(job, 2 * size_bytes)
+        each, changes, _ = read_columns(job, 2 * size_bytes)
         links = timed(loop, method, [columns.comm_s for columns in each], size_bytes)
     else:
         raise JobError(

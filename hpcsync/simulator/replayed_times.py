@@ -9,8 +9,9 @@ separates waiting from transfer.
 
 A run without servers whose workers exchange in step, such as a recorded loop of DistributedDataParallel, has a
 computation and an all-reduce in each iteration; what follows until the next one begins, such as the step of the
-optimizer, counts as computation. A server is taken to receive a gradient in half the time of the
-all-reduce, and to send the weights in the other half.
+optimizer, counts as computation. With servers the all-reduces are replaced by transfers over the link that the run has
+measured (`Link`). If it has measured none, a server is taken to receive a gradient in half the time of the all-reduce,
+and to send the weights in the other half.
 
 An iteration that was cancelled early is extrapolated to its full length, and its put is taken to last as long as its
 read. An iteration with another batch size than the job's is scaled in proportion, because the part of its time that did
@@ -19,13 +20,14 @@ not depend on the batch is unknown.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from hpcsync.config.cluster import ClusterEvent
+from hpcsync.config.cluster import ClusterEvent, Network
 from hpcsync.config.compression import DenseOptions
 from hpcsync.config.errors import JobError, shown
 from hpcsync.config.job import Job, Script
@@ -35,6 +37,7 @@ from hpcsync.paradigms.records import ALL_PEERS
 from hpcsync.simulator.server_transfers import Steps
 from hpcsync.trace.reader import Trace, TraceError, load
 
+NO_TIME_S = 1e-9  # in place of 0, which no bandwidth gives
 LOCKSTEP = ("all-reduce", "average")  # transports without servers whose times can be taken
 
 
@@ -96,22 +99,60 @@ class RecordedTimes:
         return self._steps[at]
 
 
+class Link(NamedTuple):
+    """Link of a process as a recorded loop has measured it.
+
+    Parameters
+    ----------
+    message_s
+        Time of a message.
+    gradient_s
+        Time of the bytes of a gradient, or of the weights.
+    shared
+        Whether a server has such a link too, which its workers share. On one host each copies by itself.
+    """
+
+    message_s: float
+    gradient_s: float
+    shared: bool
+
+    def network(self, model_bytes: int, n_workers: int) -> Network:
+        """Return the network with these times for a model of this size."""
+        gbit = 8e-9 * model_bytes / max(self.gradient_s, NO_TIME_S)
+        return Network(
+            bandwidth_gbit=gbit,
+            server_bandwidth_gbit=gbit if self.shared else gbit * n_workers,
+            latency_us=1e6 * self.message_s,
+        )
+
+
 @dataclass(frozen=True)
 class RecordedRun:
-    """Recorded times of all workers, and the device changes of the recorded job."""
+    """Recorded times of all workers, the device changes of the recorded job, and a link in place of transfer times."""
 
     workers: list[RecordedTimes]
     changes: tuple[ClusterEvent, ...]
+    link: Link | None = None
 
 
 def read(job: Job, wire_bytes: int) -> RecordedRun:
-    """Return the recorded times of `read_columns`."""
-    workers, changes = read_columns(job, wire_bytes)
-    return RecordedRun([RecordedTimes(*columns) for columns in workers], changes)
+    """Return the recorded times of `read_columns` for a job with servers."""
+    workers, changes, link = read_columns(job, wire_bytes)
+    return RecordedRun([RecordedTimes(*columns) for columns in workers], changes, link)
 
 
-def read_columns(job: Job, wire_bytes: int) -> tuple[list[Columns], tuple[ClusterEvent, ...]]:
-    """Read the durations of each worker's iterations from the trace ``cluster.times_from``, and its device changes.
+def link_of(attributes: Mapping[str, Any]) -> Link | None:
+    """Return the link that a run has measured, by the root attributes of its trace, or None."""
+    times_s = [attributes.get(name, math.nan) for name in ("message_s", "gradient_s")]
+    if not all(0.0 <= time_s < math.inf for time_s in times_s):
+        return None
+    return Link(times_s[0], times_s[1], "," in attributes["hosts"])
+
+
+def read_columns(job: Job, wire_bytes: int) -> tuple[list[Columns], tuple[ClusterEvent, ...], Link | None]:
+    """Read the durations of each worker's iterations from the trace ``cluster.times_from``.
+
+    Its device changes and its link are returned too.
 
     Parameters
     ----------
@@ -166,7 +207,7 @@ def read_columns(job: Job, wire_bytes: int) -> tuple[list[Columns], tuple[Cluste
         if not len(columns.compute_s):
             raise JobError(f"{key}: must have an iteration of every worker; worker {worker} has none")
         workers.append(columns)
-    return workers, changes
+    return workers, changes, link_of(trace.attributes)
 
 
 def _batch_sizes(trace: Trace) -> set[int]:

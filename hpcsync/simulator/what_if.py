@@ -33,10 +33,12 @@ from hpcsync.simulator.replayed_links import timed
 from hpcsync.simulator.replayed_times import (
     LOCKSTEP,
     Columns,
+    Link,
     RecordedRun,
     RecordedTimes,
     columns_in_step,
     columns_of,
+    link_of,
     to_servers,
 )
 from hpcsync.simulator.server_run import ServerSimulation
@@ -60,10 +62,14 @@ class _Recorded(NamedTuple):
     real_s: float
     workers: list[Columns]
     losses: list[list[float]]
+    link: Link | None = None  # in place of the transfer times
 
 
-def _under(recorded: _Recorded, paradigm: Mapping[str, Any]) -> _Recorded:
-    """Return the same run under another paradigm, whose transfers take the same time in all."""
+def _under(recorded: _Recorded, paradigm: Mapping[str, Any], link: Link | None) -> _Recorded:
+    """Return the same run under another paradigm.
+
+    Its transfers take the same time in all, or are those over the link that the run has measured.
+    """
     table = tomllib.loads(recorded.job.to_toml())
     del table["cluster"]["servers"]
     table["optimizer"].pop("async_lr_scale", None)  # which changes no time, and does not suit every paradigm
@@ -74,10 +80,10 @@ def _under(recorded: _Recorded, paradigm: Mapping[str, Any]) -> _Recorded:
     ):
         if not each.has_servers and create_method(each).transport not in LOCKSTEP:
             raise JobError(f"--paradigm {job.paradigm.name}: must {must}")
-    workers = recorded.workers
     if job.has_servers and not recorded.job.has_servers:
-        workers = [to_servers(each) for each in workers]
-    return recorded._replace(job=job, workers=workers)
+        workers = [to_servers(each) for each in recorded.workers]
+        return recorded._replace(job=job, workers=workers, link=link)
+    return recorded._replace(job=job)
 
 
 def study(trace: Trace | TraceFile, paradigms: Sequence[Mapping[str, Any]] = ()) -> WhatIf:
@@ -88,8 +94,9 @@ def study(trace: Trace | TraceFile, paradigms: Sequence[Mapping[str, Any]] = ())
     trace
         The run.
     paradigms
-        Other paradigms, as [paradigm] of a job file has them. They get the recorded times too: with servers instead of
-        all-reduce, reading and pushing take half the time of an all-reduce each, and the other way round.
+        Other paradigms, as [paradigm] of a job file has them. They get the recorded times too. With servers instead of
+        all-reduce, gradients and weights move over the link that the run has measured; if it has measured none, reading
+        and pushing take half the time of an all-reduce each, and so the other way round.
 
     Raises
     ------
@@ -99,7 +106,7 @@ def study(trace: Trace | TraceFile, paradigms: Sequence[Mapping[str, Any]] = ())
         If a paradigm is none, or does not suit the run.
     """
     recorded = _of_pushes(trace) if trace.job.has_servers else _of_exchanges(trace)
-    others = [_under(recorded, paradigm) for paradigm in paradigms]
+    others = [_under(recorded, paradigm, link_of(trace.attributes)) for paradigm in paradigms]
     times = recorded.workers
     every = range(len(times))
     medians = _medians(recorded)
@@ -297,7 +304,7 @@ def _duration_s(recorded: _Recorded, workers: Sequence[Columns]) -> float:
     workload = build(job)
     try:
         if job.has_servers:
-            run = RecordedRun([RecordedTimes(*columns) for columns in workers], job.cluster.events)
+            run = RecordedRun([RecordedTimes(*columns) for columns in workers], job.cluster.events, recorded.link)
             simulated = cluster.build(job, workload, run)
             _Servers(recorded.losses, job, workload, simulated, create_paradigm(job), trace).run()
         else:

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from hpcsync.api.recording import Recorder, Step, _job, write
+from hpcsync.api.recording import Recorder, Step, Told, _job, write
 from hpcsync.audit.trace_audit import audit
 from hpcsync.config.errors import JobError
 from hpcsync.report.waiting import waits
@@ -18,9 +18,13 @@ FAST = [Step(0.1, 0.4, 0.6, 5.0 + 1.1 * i, 8, 4000, 0.5) for i in range(N)]
 SLOW = [Step(0.0, 1.0, 0.1, 9.0 + 1.1 * i, 8, 4000, 0.5) for i in range(N)]  # another clock
 
 
-def written(tmp_path, *steps):
-    job = _job("loop", "sgd", 0.5, len(steps))
-    return load(write(job, [np.array(each) for each in steps], ["a", "b"], tmp_path / "run"))
+def told(steps, host="a", numbers_s=0.0, copy_s=0.05):
+    return Told(host, np.array(steps), np.full(3, numbers_s), copy_s)
+
+
+def written(tmp_path, *each):
+    job = _job("loop", "sgd", 0.5, len(each))
+    return load(write(job, [one if isinstance(one, Told) else told(one) for one in each], tmp_path / "run"))
 
 
 def test_waiting_is_what_exceeds_the_shortest_sum(tmp_path):
@@ -51,6 +55,48 @@ def test_the_what_if_of_a_recorded_loop(tmp_path):
     assert asp_s == pytest.approx(2 * N / (1 / 0.6 + 1 / 1.1), rel=0.03)
 
 
+def test_a_process_that_hears_of_a_sum_late_has_less_time_for_the_next_step(tmp_path):
+    """The run takes no longer for it: both processes' own clocks say 1.1 s a step."""
+    late_s = np.where(np.arange(N) % 4 == 1, 0.05, 0.0)
+    jittered = [
+        step._replace(compute_s=0.4 - before_s, sum_s=0.6 + own_s, end_s=step.end_s + own_s)
+        for step, own_s, before_s in zip(FAST, late_s, [0.0, *late_s[:-1]], strict=True)
+    ]
+    trace = written(tmp_path, jittered, SLOW)
+    assert trace.tables["updates"]["now_s"][-1] == pytest.approx(1.1 * N)
+    assert [check.name for check in audit(trace) if not check.passed] == []
+    assert study(trace).replayed_s == pytest.approx(1.1 * N)
+
+
+def test_a_process_that_enters_the_block_late_keeps_only_its_own_time(tmp_path):
+    trace = written(tmp_path, FAST, [SLOW[0]._replace(load_s=3.0), *SLOW[1:]])
+    first = [trace.tables["exchanges"][w]["begin_s"] for w in (0, 1)]
+    assert first == pytest.approx([3.0, 0.0])
+    found = study(trace, [{"name": "asp"}])
+    (asp_s,) = found.others_s.values()  # worker 0 does not wait in its first step
+    assert asp_s == pytest.approx(2 * N / (1 / 0.6 + 1 / 1.1) + 3.0 * 0.6 / 1.7, rel=0.06)
+
+
+def test_on_one_host_a_gradient_is_copied_and_a_cycle_has_six_messages(tmp_path):
+    """The workers' copies do not slow each other."""
+    each = [told(own, numbers_s=0.02, copy_s=0.05) for own in (FAST, SLOW)]
+    found = study(written(tmp_path, *each), [{"name": "bsp"}])
+    assert found.replayed_s == pytest.approx(1.1 * N)
+    (bsp_s,) = found.others_s.values()  # 2 messages of a ring of two processes take 0.02 s
+    assert bsp_s == pytest.approx(N * (1.0 + 2 * 0.05 + 6 * 0.01), rel=0.05)
+
+
+def test_between_hosts_the_workers_share_the_link_of_a_server(tmp_path):
+    """Of the all-reduce's 0.1 s, 0.02 s are its two messages; the rest are 2 (n - 1) / n = 1 times the bytes."""
+    each = [told(own, host, numbers_s=0.02) for own, host in ((FAST, "a"), (SLOW, "b"))]
+    trace = written(tmp_path, *each)
+    assert trace.attributes["message_s"] == pytest.approx(0.01)
+    assert trace.attributes["gradient_s"] == pytest.approx(0.08)
+    found = study(trace, [{"name": "bsp"}])
+    (bsp_s,) = found.others_s.values()  # both read the weights at once; the slow worker pushes alone
+    assert bsp_s == pytest.approx(N * (1.0 + 2 * 0.08 + 0.08 + 6 * 0.01), rel=0.05)
+
+
 def test_steps_that_not_all_made_are_left_out_and_counted(tmp_path, capsys):
     trace = written(tmp_path, FAST, SLOW[:-3])
     assert len(trace.tables["updates"]) == N - 3
@@ -59,7 +105,7 @@ def test_steps_that_not_all_made_are_left_out_and_counted(tmp_path, capsys):
 
 def test_nothing_recorded_is_an_error(tmp_path):
     with pytest.raises(JobError, match="no step was made"):
-        write(_job("loop", "sgd", math.nan, 1), [np.zeros((0, 7))], ["a"], tmp_path / "run")
+        write(_job("loop", "sgd", math.nan, 1), [told(np.zeros((0, 7)))], tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
