@@ -67,7 +67,7 @@ def test_updates_are_instants_of_server_0() -> None:
 
 
 def test_pipit_itself(tmp_path: Path) -> None:
-    pipit = pytest.importorskip("pipit", reason="Pipit is not on PyPI")
+    pipit = pytest.importorskip("pipit", reason="only its repository has Pipit; the package on PyPI is empty")
     exporting.write(runs.trace("dssp"), tmp_path / "run.csv")
     trace = pipit.Trace.from_csv(str(tmp_path / "run.csv"))
     trace.calc_inc_metrics()
