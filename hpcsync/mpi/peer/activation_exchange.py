@@ -25,7 +25,7 @@ import torch
 from hpcsync.mpi.peer.channel import PeerChannel
 from hpcsync.mpi.transport import cuda, messages
 from hpcsync.mpi.transport.background_thread import Background
-from hpcsync.mpi.transport.mailbox import Inbox, Outbox
+from hpcsync.mpi.transport.messages import Inbox, Outbox
 from hpcsync.planning.layer_groups import Groups
 from hpcsync.trace.schema import Phase
 

@@ -12,7 +12,7 @@ from mpi4py import MPI
 from hpcsync.mpi.transport import messages
 from hpcsync.mpi.transport.backoff import Backoff
 from hpcsync.mpi.transport.clock import Clock
-from hpcsync.mpi.transport.mailbox import Inbox, Outbox
+from hpcsync.mpi.transport.messages import Inbox, Outbox
 from hpcsync.mpi.transport.published_replica import PublishedReplica
 from hpcsync.mpi.transport.tensor_window import HOST, Transport
 from hpcsync.mpi.transport.ulfm import Deaths, survivors

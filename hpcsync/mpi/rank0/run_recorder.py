@@ -88,7 +88,7 @@ class RunRecorder(Generic[C]):
                 job.evaluation.buffers,
                 given.calibrate,
             )
-            if given.evaluate is not None
+            if given.evaluate is not None and job.evaluation.every_samples
             else None
         )
         self._console = console()

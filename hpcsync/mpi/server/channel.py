@@ -17,8 +17,7 @@ from hpcsync.mpi.server.buffer_rows import BufferRows
 from hpcsync.mpi.transport import messages
 from hpcsync.mpi.transport.backoff import Backoff
 from hpcsync.mpi.transport.clock import Clock
-from hpcsync.mpi.transport.mailbox import Inbox, Outbox
-from hpcsync.mpi.transport.messages import CommandRecord
+from hpcsync.mpi.transport.messages import CommandRecord, Inbox, Outbox
 from hpcsync.mpi.transport.tensor_window import HOST, Transport
 from hpcsync.mpi.transport.ulfm import Deaths
 from hpcsync.mpi.transport.window import Window

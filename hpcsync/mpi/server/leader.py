@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,11 +13,9 @@ from hpcsync.mpi.rank0.checkpointing import Checkpointer, heed
 from hpcsync.mpi.rank0.evaluator import Evaluator
 from hpcsync.mpi.rank0.run_recorder import CHORES_S
 from hpcsync.mpi.server.channel import Reader, ServerChannel
-from hpcsync.mpi.server.norms import NormSum
 from hpcsync.mpi.server.shard import Shard, encode, to
 from hpcsync.mpi.transport import messages, ulfm
-from hpcsync.mpi.transport.mailbox import Inbox
-from hpcsync.mpi.transport.messages import CommandRecord
+from hpcsync.mpi.transport.messages import CommandRecord, Inbox
 from hpcsync.mpi.transport.ulfm import RankFailed
 from hpcsync.paradigms import Grant, PushInfo
 from hpcsync.system.signals import on_signals
@@ -77,7 +76,8 @@ class Leader:
         self._dead: set[int] = set()  # workers that died
         self._infos = link.inbox(messages.TAG_INFO, messages.PUSH_INFO)
         self._wanted = link.inbox(messages.TAG_SLOT, messages.SLOT) if link.lends else None
-        self._norms = NormSum(link)
+        self._norms = link.inbox(messages.TAG_NORM, messages.NORM) if link.roles.n_servers > 1 else None
+        self._norm_parts: dict[int, dict[int, float]] = {}  # of updates: version -> server -> its part
         self._commands = link.outbox(messages.TAG_COMMAND, messages.COMMAND)
         self._cancellations = link.outbox(messages.TAG_CANCEL, messages.CANCEL)
 
@@ -101,7 +101,7 @@ class Leader:
                 self._remove(self._link.clock.now(), worker)
             while self._coordinator.active or self._shard.is_hiding:
                 self._shard.poll()
-                self._record_norms(self._norms.receive())
+                self._receive_norms()
                 if self._wanted is not None and self._lend_slots(self._wanted):
                     backoff.reset()
                 if received:
@@ -118,8 +118,8 @@ class Leader:
                 if push_info is None:
                     self._remove_dead(now_s)
                     backoff.pause()
-            while not self._norms.is_complete:
-                self._record_norms(self._norms.receive())
+            while self._norm_parts:
+                self._receive_norms()
                 backoff.pause()
 
     def read(self, reader: Reader, into: torch.Tensor) -> None:
@@ -270,9 +270,17 @@ class Leader:
             for server in range(1, self._link.roles.n_servers):
                 self._commands.send(server, record.fields())
             self._shard.carry_out(record)
-            if record.kind == messages.CommandKind.UPDATE:
-                self._record_norms(self._norms.add_own(self._shard.store.version, self._shard.gradient_sq))
+            if record.kind == messages.CommandKind.UPDATE and not math.isnan(self._shard.gradient_sq):
+                self._add_norm(self._shard.store.version, 0, self._shard.gradient_sq)
 
-    def _record_norms(self, complete: Iterator[tuple[int, float]]) -> None:
-        for version, gradient_sq in complete:
-            self._coordinator.updated(version, gradient_sq)
+    def _receive_norms(self) -> None:
+        while self._norms is not None and (record := self._norms.poll()) is not None:
+            self._add_norm(*record)
+
+    def _add_norm(self, version: int, server: int, gradient_sq: float) -> None:
+        """Add a server's part of the squared norm of an update's gradient; record the sum once every part is there."""
+        parts = self._norm_parts.setdefault(version, {})
+        parts[server] = gradient_sq
+        if len(parts) == self._link.roles.n_servers:
+            self._coordinator.updated(version, sum(parts[server] for server in sorted(parts)))
+            del self._norm_parts[version]

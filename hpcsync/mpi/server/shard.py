@@ -125,8 +125,10 @@ class Shard:
         self._hidden: list[CommandRecord] = []  # grants of versions that are in private memory
         self._kept: list[int] = []  # workers whose contributions belong to the checkpoint that follows
         self._dead: set[int] = set()
-        self._grants = link.outbox(messages.TAG_GRANT, messages.COMMAND)
-        self._evaluation = link.outbox(messages.TAG_EVALUATION, messages.COMMAND)
+        grants = link.outbox(messages.TAG_GRANT, messages.COMMAND)
+        evaluation = link.outbox(messages.TAG_EVALUATION, messages.COMMAND)
+        self._readers = [(grants, link.roles.rank_of(worker)) for worker in range(n_workers)]  # where their grants go
+        self._readers.append((evaluation, link.roles.rank_of(link.roles.evaluator)))
         self.finished = False
         self.gradient_sq = math.nan
         for grant in first if state is None else ():
@@ -252,8 +254,7 @@ class Shard:
             private = self._spare.pop() if self._spare else torch.empty_like(self._put[slot])
             self._moved[moved] = private.copy_(self._put[slot])
             cuda.ready(tensors.local)  # the slot is not read any more
-        record = CommandRecord(messages.CommandKind.LENT, to(worker), server=self._server, buffer=slot)
-        self._grants.send(self._link.roles.rank_of(worker), record.fields())
+        self._tell(CommandRecord(messages.CommandKind.LENT, to(worker), server=self._server, buffer=slot))
 
     @property
     def is_hiding(self) -> bool:
@@ -290,13 +291,16 @@ class Shard:
                 return
             self._link.tensors.release(*self._buffer_spans[buffer])
             record = record._replace(buffer=buffer)
-        outbox = self._evaluation if reader == self._link.roles.evaluator else self._grants
-        outbox.send(self._link.roles.rank_of(reader), record.fields())
+        self._tell(record)
+
+    def _tell(self, record: CommandRecord) -> None:
+        """Send a record to the reader that its grant names."""
+        outbox, rank = self._readers[record.grant.worker]
+        outbox.send(rank, record.fields())
 
     def let_save(self, worker: int, number: int) -> None:
         """Ask a worker that waits for a grant to save its part of the checkpoint."""
-        record = CommandRecord(messages.CommandKind.SAVE, to(worker, number))
-        self._grants.send(self._link.roles.rank_of(worker), record.fields())
+        self._tell(CommandRecord(messages.CommandKind.SAVE, to(worker, number)))
 
     def _send_reserved(self) -> None:
         for record in self._reserved.values():
@@ -310,8 +314,8 @@ class Shard:
 
     def free(self) -> None:
         """Wait until every grant has been sent."""
-        self._grants.free()
-        self._evaluation.free()
+        for outbox in {outbox for outbox, _ in self._readers}:
+            outbox.free()
 
 
 def follow(link: ServerChannel, shard: Shard) -> None:

@@ -18,8 +18,7 @@ from hpcsync.mpi.server import channel
 from hpcsync.mpi.server.channel import Reader, ServerChannel
 from hpcsync.mpi.server.shard import Shard, to
 from hpcsync.mpi.transport import messages
-from hpcsync.mpi.transport.mailbox import Outbox
-from hpcsync.mpi.transport.messages import CommandRecord
+from hpcsync.mpi.transport.messages import CommandRecord, Outbox
 from hpcsync.mpi.transport.node_topology import on_one_node
 from hpcsync.mpi.transport.tensor_window import HOST
 from hpcsync.mpi.transport.window import Window

@@ -1,6 +1,6 @@
 """Protocols on windows and messages, as tests/mpi shows them, where other ranks run in the middle of every copy."""
 
-from tests.mpi.transport.test_mailbox import test_every_record_arrives_once_and_in_its_senders_order  # noqa: F401
+from tests.mpi.transport.test_messages import test_every_record_arrives_once_and_in_its_senders_order  # noqa: F401
 from tests.mpi.transport.test_pair_exchange import (  # noqa: F401
     test_both_ranks_have_the_mean_to_the_bit,
     test_no_average_is_lost_or_torn_and_the_sum_is_kept,

@@ -3,7 +3,7 @@ from __future__ import annotations
 from struct import Struct
 
 from hpcsync.mpi.transport.backoff import Backoff
-from hpcsync.mpi.transport.mailbox import DEPTH, Inbox, Outbox
+from hpcsync.mpi.transport.messages import DEPTH, Inbox, Outbox
 
 RECORD = Struct("<iqd")  # sender, number, value
 TAG = 77
