@@ -228,20 +228,6 @@ class Position(LocalSteps):
             self._gradient.copy_(gradient)
 
 
-class NoContribution(Contribution):
-    """A worker of a run without arithmetic: its loss is NaN, and nothing is computed."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.empty(0), of_gradients=False)
-
-    def step(self, gradient: torch.Tensor, n_samples: int, loss: float, *, last: bool) -> None:
-        """Do nothing."""
-
-    def prepare(self) -> float:
-        """Return NaN as the loss."""
-        return math.nan
-
-
 def on_rank(job: Job, flat: FlatModel, spec: OptimizerFactory) -> tuple[Contribution, torch.Tensor]:
     """Return the contribution of a worker that has a model of its own, and the vector for the servers' weights."""
     if not job.steps_on_workers:

@@ -53,7 +53,7 @@ class Reduced(NamedTuple):
     mean_sq: float = math.nan
 
 
-class BucketReducer:
+class BucketReducer(Stateful):
     """Reducer that turns every rank's flat gradient into the mean over ranks, in place.
 
     The gradient is divided into buckets from its end, because its end is computed first. A bucket is launched when

@@ -26,6 +26,7 @@ from hpcsync.mpi.peer.channel import PeerChannel
 from hpcsync.mpi.transport import messages
 from hpcsync.paradigms.peer_method import Actions, Agreed, ExchangeResult, PeerMethod, StepCounts, Transport
 from hpcsync.paradigms.records import ALL_PEERS
+from hpcsync.state import Stateful
 from hpcsync.trace.schema import Phase
 from hpcsync.training import compressor
 from hpcsync.training.buffers import Buffers
@@ -70,7 +71,7 @@ class Setup(NamedTuple):
     division: BatchDivision | None = None
 
 
-class Exchange(Transport):
+class Exchange(Transport, Stateful):
     """A worker's weights, and transport of its exchanges; gradients are in the model's flat buffer.
 
     Attributes
@@ -89,6 +90,8 @@ class Exchange(Transport):
         Called when the workers have published for an evaluation.
     """
 
+    # After an iteration at which all workers have halted; synchronous ones are at an exchange.
+    state_types = {"peer": Peer}
     one_sided = False
     phase = Phase.WAITING
 
@@ -195,17 +198,6 @@ class Exchange(Transport):
         """Return the models that have arrived and are not absorbed, once no worker sends any more."""
         return None
 
-    def state(self) -> dict[str, Any]:
-        """Return the worker's state for a checkpoint.
-
-        All workers have halted after an iteration; synchronous ones after an exchange.
-        """
-        return {"peer": self.peer.state()}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of a checkpoint into a new exchange."""
-        self.peer.restore(state["peer"])
-
     def forget(self, worker: int) -> None:
         """Exclude a worker that has died from the transport."""
 
@@ -227,6 +219,8 @@ class Summing(Exchange):
         Communicator of these workers.
     """
 
+    state_types = {"_reducer": BucketReducer}
+
     def __init__(self, setup: Setup, comm: MPI.Intracomm) -> None:
         super().__init__(setup)
         job, flat = setup.job, setup.flat
@@ -241,15 +235,6 @@ class Summing(Exchange):
     def _published_weights(self) -> torch.Tensor:
         """Return the model's weights as they are: all replicas are one model, evaluated as in any synchronous SGD."""
         return self._flat.weights
-
-    def state(self) -> dict[str, Any]:
-        """Return the state, with that of the reducer."""
-        return super().state() | {"reducer": self._reducer.state()}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the state, with that of the reducer."""
-        super().restore(state)
-        self._reducer.restore(state["reducer"])
 
     def free(self) -> None:
         """Close the reducer; collective."""
@@ -339,6 +324,8 @@ class _Agreeing(Exchange):
 class Averaging(_Agreeing):
     """Mean of all workers' weights, or an outer step towards it."""
 
+    state_types = {"_outer": Outer}
+
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup, setup.flat.size)
         assert setup.method.outer is not None
@@ -352,15 +339,6 @@ class Averaging(_Agreeing):
         self._mean.mean(0, len(vector), StepCounts(int(contributes)))
         self._outer.step(vector)
         return vector, self._mean.sent_bytes
-
-    def state(self) -> dict[str, Any]:
-        """Return the state, with that of the outer optimizer."""
-        return super().state() | {"outer": self._outer.state()}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the state, with that of the outer optimizer."""
-        super().restore(state)
-        self._outer.restore(state["outer"])
 
 
 class Swapping(_Agreeing):

@@ -66,8 +66,9 @@ class Pushing(Exchange):
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore the state, with the inbox."""
-        super().restore(state)
-        kept: Received | None = built(Received | None, state["inbox"])
+        others = dict(state)
+        kept: Received | None = built(Received | None, others.pop("inbox"))
+        super().restore(others)
         if kept is not None:
             kept = kept._replace(total=built(torch.Tensor, kept.total, torch.empty_like(self._flat.weights)))
         self._inbox.put_back(kept)

@@ -21,6 +21,7 @@ from hpcsync.training.local_update import Received
 class Pairing(Exchange):
     """Weights that others average with, or averages with those of others."""
 
+    state_types = {"_n_steps": float}
     one_sided = True
     phase = Phase.PUSHING
 
@@ -111,7 +112,7 @@ class Pairing(Exchange):
 
     def state(self) -> dict[str, Any]:
         """Return the state, with the weights as others have left them."""
-        state = super().state() | {"n_steps": self._n_steps}
+        state = super().state()
         if self._shares:
             found = self._pairs.load()
             state |= {"shared": found.vector.clone(), "shared_steps": found.scalar, "n_averaged": found.n_averaged}
@@ -119,12 +120,11 @@ class Pairing(Exchange):
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore the state, with the shared weights."""
-        super().restore(state)
-        self._start = None
-        self._n_steps = built(float, state["n_steps"])
+        others, self._start = dict(state), None
         if self._shares:
-            shared = built(torch.Tensor, state["shared"], torch.empty_like(self._flat.weights))
-            self._pairs.store(shared, built(float, state["shared_steps"]), built(int, state["n_averaged"]))
+            shared = built(torch.Tensor, others.pop("shared"), torch.empty_like(self._flat.weights))
+            self._pairs.store(shared, built(float, others.pop("shared_steps")), built(int, others.pop("n_averaged")))
+        super().restore(others)
 
     def free(self) -> None:
         """Free the windows; collective."""

@@ -31,7 +31,6 @@ from hpcsync.paradigms.peer_method import Agreed, ExchangeResult, StepCounts
 from hpcsync.paradigms.records import ALL_PEERS
 from hpcsync.paradigms.stanza import StanzaOptions
 from hpcsync.planning.split_cost import Shape
-from hpcsync.state import built
 from hpcsync.training.flat_model import trainable
 from hpcsync.training.gradient import Loss
 from hpcsync.training.loading import Ordered, Source
@@ -47,6 +46,7 @@ class StanzaExchange(Summing):
     end after that iteration.
     """
 
+    state_types = {"_stop": bool}
     one_sided = True
 
     def __init__(self, setup: Setup) -> None:
@@ -236,16 +236,7 @@ class StanzaExchange(Summing):
             n_received=self._layers.group.size - 1,
         )
 
-    # ---- state and end ----
-
-    def state(self) -> dict[str, Any]:
-        """Return the state, with the agreed stop."""
-        return super().state() | {"stop": self._stop}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the state, with the agreed stop."""
-        super().restore(state)
-        self._stop = built(bool, state["stop"])
+    # ---- the end ----
 
     def publish(self, serial: int, buffers: Mapping[str, torch.Tensor] | None = None) -> bool:
         """Publish this part of the model, on the first worker of each group only; it is equal within the group."""

@@ -267,9 +267,8 @@ class WorkerSession(LinkedSession):
         )
         self._machine = self._engine.machine
         self.stopped = self._machine.stopped
-        if self._resumed is None and not (self._comes_back or self.stopped):
-            self._contribution.adopt(self._read)
-            self.flat.spread()
+        if self._resumed is None and not self._comes_back:
+            self._continue()
         granted = create_assignments(job).first[0].first_sample >= 0
         allocated = (lambda: self._machine.samples) if granted else None
         self._iterations = Iterations(job, worker, self._link.clock.now, self._leave, allocated=allocated)
@@ -326,10 +325,11 @@ class WorkerSession(LinkedSession):
         self._engine.push(loss, lr, self._take_problem(), rates, gradient_sq)
         self._continue()
 
-    def _continue(self) -> None:
+    def _continue(self, *, joins: bool = False) -> None:
+        """Continue with the weights that were read, unless the run is over."""
         self.stopped = self._machine.stopped
         if not self.stopped:
-            self._contribution.adopt(self._read)
+            (self._contribution.join if joins else self._contribution.adopt)(self._read)
             self.flat.spread()
 
     def _push_rest(self) -> None:
@@ -343,10 +343,7 @@ class WorkerSession(LinkedSession):
         self._push_rest()
         if not self.stopped:
             self._engine.stay_away(joins_s)
-            self.stopped = self._machine.stopped
-        if not self.stopped:
-            self._contribution.join(self._read)
-            self.flat.spread()
+            self._continue(joins=True)
         return not self.stopped
 
     def _state(self) -> dict[str, Any]:
