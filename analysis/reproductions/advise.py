@@ -285,10 +285,11 @@ def predicted(setting: Setting, advice: dict[str, Any], folder: Path, phi: float
             speed = float(np.mean([each.samples_per_s for each in summaries]))
             d = delay(row["label"], summaries, runs, setting.momentum)
             batch = WORKLOADS[setting.workload].table["batch_size"]
+            times = advice["predicted"] if row["label"] == advice["advised"] else row["predicted"]
             found[row["label"]] = Predicted(
                 len(found),
                 (runs[0].parent / layout.JOB).read_text(encoding="utf-8"),
-                **(row["predicted"] | {"samples_per_s": speed}),
+                **(times | {"samples_per_s": speed}),
                 law=(d + phi / batch) / speed,
                 law_without_noise=(d + UNTRIED / batch) / speed,
             )

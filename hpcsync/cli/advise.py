@@ -2,28 +2,26 @@
 
 Candidates are trained with real gradients in virtual time, in three trials of growing length (successive halving). All
 of them get the same virtual time, seeds and choice of learning rates; the best third, and the reference, go on to the
-next trial. The last one has seeds of its own.
+next trial. The last one has seeds of its own. What is advised is then trained with further seeds, from which its time
+is predicted: it was chosen because it was fast with the others.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import multiprocessing
 import sys
 import time
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hpcsync.cli import finished_runs
 from hpcsync.cli.advice_candidates import Trained, best_rates, candidate, further, label_of, stem
+from hpcsync.cli.advice_trials import Trials
 from hpcsync.config import job as jobs
 from hpcsync.config.errors import JobError
-from hpcsync.config.job import OPTIONS, Job, Script, default_servers
+from hpcsync.config.job import Job, Script
 from hpcsync.planning.candidates import RATES, Candidate, candidates, kept
 from hpcsync.system.signals import Interrupted, interrupt, on_signals
 
@@ -35,6 +33,7 @@ SHARES = (1 / 9, 1 / 3, 1.0)  # of the virtual time of a trial
 KEPT = (5, 3)  # candidates that are kept at least, after the first trial and the second
 TRIAL_SEEDS = (1, 2)  # of the first trial and the second
 FIRST_SEED = 1_000  # counted from the job's: seeds of the trials before the last
+FURTHER_SEED = 2_000  # likewise: seeds of the prediction
 REFERENCES = ("bsp", "allreduce")  # the first that can be simulated is kept to the end
 MEASURED_UPDATES = 200  # of the reference without gradients, from which the length of the trials follows
 
@@ -104,78 +103,35 @@ class _Adviser:
         self._job = declared if n_workers is None else _of_workers(declared, n_workers, asked.measured is not None)
         _refuse(self._job)
         import_beside(path)
-        self._path = path
         self._out = asked.out or Path("runs") / f"{self._job.name}-advice"
         if n_workers is not None:
             self._out /= f"workers-{n_workers}"
         self._begin_s = time.monotonic()
-        self._n_simulated = 0
         self._left_out: dict[str, str] = {}
-        self._trials: list[dict[str, Any]] = []
+        self._noted: list[dict[str, Any]] = []  # what came of each trial
         self._trace: Trace | None = None
-        self._times: list[Any] = []
         self._wider = 1.0  # factor of the intervals
+        times: list[Any] = []
         if asked.measured is not None:
-            self._read(asked.measured)
+            from hpcsync.simulator.measured_cluster import computation_s
+            from hpcsync.trace.reader import TraceError, load
 
-    def _read(self, measured: Path) -> None:
-        from hpcsync.simulator.measured_cluster import computation_s
-        from hpcsync.trace.reader import TraceError, load
-
-        try:
-            self._trace = load(measured)
-        except TraceError as error:
-            raise JobError(f"--from: {error}") from None
-        self._times = computation_s(self._trace, self._job, self._asked.extrapolate)
-        self._wider = wider(self._trace.n_workers, self._job.cluster.workers)
-
-    # ---- jobs ----
-
-    def _table(self, trained: Trained, seed: int, limit_s: float) -> dict[str, Any]:
-        """Return the job of one simulation."""
-        table: dict[str, Any] = tomllib.loads(self._job.to_toml())
-        table["seed"] = seed
-        table["paradigm"] = trained.candidate.paradigm
-        table.pop("batches", None)
-        table.pop("predicted", None)
-        if trained.candidate.batches:
-            table["batches"] = trained.candidate.batches
-        optimizer, cluster = table["optimizer"], table["cluster"]
-        optimizer["lr"] = trained.factor * optimizer["lr"]
-        servers = default_servers(table["paradigm"])
-        kind = OPTIONS.get(table["paradigm"].get("name", ""))
-        if servers == 0 or (kind is not None and kind.contribution != "gradient"):
-            optimizer.pop("async_lr_scale", None)  # the optimizer runs on the workers
-        elif not self._states_scale():
-            optimizer["async_lr_scale"] = "1/workers"  # equal total steps, so that rates are comparable
-        if (cluster.get("servers", 1) == 0) != (servers == 0):
-            cluster["servers"] = servers
-        stop = table["stop"]
-        table["stop"] = {key: stop[key] for key in ("target_accuracy", "target_loss") if key in stop}
-        table["stop"]["seconds"] = limit_s
-        if self._trace is not None:
-            from hpcsync.simulator.measured_cluster import network
-
-            cluster["compute"] = {"model": "table", "table": str(self._times_file(seed))}
-            cluster.pop("times_from", None)
-            if "network" not in cluster and (links := network(self._trace, seed, cluster["workers"])):
-                cluster["network"] = links
-        return table
-
-    def _states_scale(self) -> bool:
-        given = tomllib.loads(self._path.read_text(encoding="utf-8")).get("optimizer", {})
-        return "async_lr_scale" in given or any("async_lr_scale" in text for text in self._asked.overrides)
-
-    def _times_file(self, seed: int) -> Path:
-        from hpcsync.simulator.measured_cluster import resampled, write_table
-
-        file = (self._out / f"times-{seed}.csv").absolute()
-        if not file.exists():
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_table(resampled(self._times, seed, self._job.cluster.workers), file)
-        return file
-
-    # ---- the trials ----
+            try:
+                self._trace = load(asked.measured)
+            except TraceError as error:
+                raise JobError(f"--from: {error}") from None
+            times = computation_s(self._trace, self._job, asked.extrapolate)
+            self._wider = wider(self._trace.n_workers, self._job.cluster.workers)
+        self._trials = Trials(
+            self._job,
+            path,
+            self._out,
+            trace=self._trace,
+            times=times,
+            at_once=asked.at_once,
+            until_s=None if asked.budget_s is None else self._begin_s + asked.budget_s,
+            keeps_scale=_states_scale(path, asked.overrides),
+        )
 
     def advise(self) -> int:
         """Carry out the trials, print the advice and write it."""
@@ -196,9 +152,9 @@ class _Adviser:
             is_last = n == len(SHARES) - 1
             begin, n_seeds = (first, self._asked.seeds) if is_last else (first + FIRST_SEED, TRIAL_SEEDS[n])
             seeds = range(begin, begin + n_seeds)
-            found = self._trial(n + 1, every, seeds, share * limit_s)
+            found = self._trials.run(n + 1, every, seeds, share * limit_s)
             while n == 0 and found is not None and (rates := further(found, len(seeds))):
-                more = self._trial(1, rates, seeds, share * limit_s)
+                more = self._trials.run(1, rates, seeds, share * limit_s)
                 found = None if more is None else found | more
             if found is None:
                 break
@@ -226,7 +182,7 @@ class _Adviser:
         for each in asked:
             trained = Trained(label_of(each), each)
             try:
-                check(Job.from_table(self._table(trained, self._job.seed, 1e9)))
+                check(Job.from_table(self._trials.table(trained, self._job.seed, 1e9)))
                 found.append(trained)
             except JobError as error:
                 self._left_out[trained.label] = str(error)
@@ -245,7 +201,8 @@ class _Adviser:
         for name in REFERENCES:
             trained = Trained(name, Candidate({"name": name}, {}))
             try:
-                iteration_s = updates_s(Job.from_table(self._table(trained, self._job.seed, 1e9)), MEASURED_UPDATES)
+                alone = Job.from_table(self._trials.table(trained, self._job.seed, 1e9))
+                iteration_s = updates_s(alone, MEASURED_UPDATES)
                 break
             except JobError as refused:
                 error = refused
@@ -272,29 +229,6 @@ class _Adviser:
             chosen.insert(0, reference)
         return [best[label][1] for label in chosen]
 
-    def _trial(
-        self, number: int, every: Sequence[Trained], seeds: Sequence[int], limit_s: float
-    ) -> dict[Trained, dict[int, Summary]] | None:
-        """Simulate what is missing of a trial; return its summaries, or None if the budget was spent before."""
-        todo: dict[Path, Job] = {}
-        places: dict[Trained, dict[int, Path]] = {}
-        for trained in every:
-            for seed in seeds:
-                folder = self._out / f"trial-{number}" / stem(trained) / f"seed-{seed}"
-                places.setdefault(trained, {})[seed] = folder
-                job = Job.from_table(self._table(trained, seed, limit_s))
-                if not _finished(folder, job):
-                    todo[folder] = job
-        n = sum(map(len, places.values()))
-        n_labels = len({trained.label for trained in every})
-        print(f"trial {number}: {n_labels} candidates, {n} runs, {n - len(todo)} finished already", file=sys.stderr)
-        if not self._simulate(todo, f"trial {number}"):
-            return None
-        return {
-            trained: {seed: finished_runs.read(folder).summary for seed, folder in of_seeds.items()}
-            for trained, of_seeds in places.items()
-        }
-
     def _note(self, number: int, limit_s: float, found: Mapping[Trained, Mapping[int, Summary]], n_seeds: int) -> None:
         """Keep what each candidate did in a trial with its best rate, for `advice.json`."""
         from hpcsync.report.advice import trial_numbers
@@ -310,34 +244,7 @@ class _Adviser:
                     **trial_numbers(found[trained], self._wider),
                 }
             )
-        self._trials.append({"limit_s": limit_s, "candidates": rows})
-
-    def _simulate(self, todo: Mapping[Path, Job], about: str) -> bool:
-        """Simulate jobs, several at a time; return whether all are done, False once the budget is spent."""
-        from rich.console import Console
-        from rich.progress import track
-
-        left_s = None
-        if self._asked.budget_s is not None:
-            left_s = self._asked.budget_s - (time.monotonic() - self._begin_s)
-        pool = ProcessPoolExecutor(self._asked.at_once, multiprocessing.get_context("spawn"))
-        try:
-            futures = {pool.submit(simulate_one, job, folder, str(self._path)): folder for folder, job in todo.items()}
-            ended = as_completed(futures, left_s)
-            shown = Console(stderr=True)
-            for future in track(ended, about, len(futures), console=shown, disable=not shown.is_terminal):
-                if future.result() != 0:
-                    raise JobError(f"advise: {futures[future]}: the simulation failed, see {futures[future]}.log")
-                self._n_simulated += 1
-        except TimeoutError:
-            return False
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-            for process in multiprocessing.active_children():
-                process.terminate()
-        return True
-
-    # ---- the answer ----
+        self._noted.append({"limit_s": limit_s, "candidates": rows})
 
     def _say(
         self,
@@ -371,9 +278,11 @@ class _Adviser:
             )
         lines += self._unknown()
         factors = {label: trained.factor for label, trained in chosen.items()}
-        job_file, predicted = None, {}
+        job_file: Path | None = None
+        predicted: dict[str, float] = {}
         if advice.advised is not None:
-            predicted = reports.prediction(last.summaries[chosen[advice.advised]].values(), self._wider)
+            predicted, said = self._predict(chosen[advice.advised], last, limit_s)
+            lines.append(said)
             job_file = self._out / "advised.toml"
             advised = self._advised(chosen[advice.advised], predicted)
             job_file.write_text(advised.to_toml(), encoding="utf-8")
@@ -391,9 +300,9 @@ class _Adviser:
             "lr_factors": factors,
             "predicted": predicted,
             "ranking": reports.numbers(advice),
-            "trials": self._trials,
+            "trials": self._noted,
             "left_out": self._left_out,
-            "simulated": self._n_simulated,
+            "simulated": self._trials.n_simulated,
             "took_s": time.monotonic() - self._begin_s,
             "job": None if job_file is None else str(job_file),
         }
@@ -407,6 +316,24 @@ class _Adviser:
             for line in lines:
                 console.print(line, soft_wrap=True)
         return 0 if advice.advised is not None else 1
+
+    def _predict(self, trained: Trained, last: Found, limit_s: float) -> tuple[dict[str, float], str]:
+        """Return the prediction for what is advised, and a sentence that says it."""
+        from hpcsync.report.advice import prediction
+
+        runs, by = None, "with seeds that have not chosen it"
+        begin = self._job.seed + FURTHER_SEED
+        if last.share == 1:
+            runs = self._trials.run(len(SHARES) + 1, [trained], range(begin, begin + self._asked.seeds), limit_s)
+        if runs is None:
+            runs, by = last.summaries, "with the seeds that have chosen it, hence too early, for the budget was spent"
+        predicted = prediction(runs[trained].values(), self._wider)
+        if not predicted:
+            return {}, f"Predicted: nothing, for it did not reach the target in every run {by}."
+        time_s = f"{predicted['seconds']:.4g} s"
+        if "low_s" in predicted:
+            time_s += f" ({predicted['low_s']:.4g} to {predicted['high_s']:.4g} s in 80 % of runs)"
+        return predicted, f"Predicted: {time_s}, {by}."
 
     def _unknown(self) -> Iterator[str]:
         """Yield what came of an earlier prediction, and what the advice does not know."""
@@ -429,7 +356,7 @@ class _Adviser:
 
     def _advised(self, trained: Trained, predicted: Mapping[str, float]) -> Job:
         """Return the job to run: the user's, with the advised paradigm and learning rate, and its prediction."""
-        table = self._table(trained, self._job.seed, 1.0)
+        table = self._trials.table(trained, self._job.seed, 1.0)
         own = tomllib.loads(self._job.to_toml())
         servers = table["cluster"].get("servers")
         table["stop"], table["cluster"] = (
@@ -437,24 +364,6 @@ class _Adviser:
             own["cluster"] | ({} if servers is None else {"servers": servers}),
         )
         return Job.from_table(table | ({"predicted": predicted} if predicted else {}))
-
-
-def simulate_one(job: Job, folder: Path, path: str) -> int:
-    """Simulate a job in a process of its own; what it prints is in the file beside its folder that ends in ``.log``."""
-    from rich.console import Console
-
-    from hpcsync.run_dir import layout, lock
-    from hpcsync.simulator.simulate import simulate
-    from hpcsync.workloads.registry import import_beside
-
-    import_beside(Path(path))
-    if folder.exists():
-        layout.put_aside(folder)
-        lock.release(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with folder.with_name(f"{folder.name}.log").open("w", encoding="utf-8") as log:
-        with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
-            return simulate(job, folder, Console(file=log))
 
 
 def wider(n_measured: int, n_workers: int) -> float:
@@ -477,6 +386,12 @@ def _of_workers(job: Job, n_workers: int, measured: bool) -> Job:
     return Job.from_table(table)
 
 
+def _states_scale(path: Path, overrides: Sequence[str]) -> bool:
+    """Return whether the user states how the rate of asynchronous updates is scaled."""
+    given = tomllib.loads(path.read_text(encoding="utf-8")).get("optimizer", {})
+    return "async_lr_scale" in given or any("async_lr_scale" in text for text in overrides)
+
+
 def _refuse(job: Job) -> None:
     """Raise JobError for a job on which there can be no advice."""
     if isinstance(job.workload, Script):
@@ -490,12 +405,3 @@ def _refuse(job: Job) -> None:
         raise JobError("stop: must have samples, updates or seconds for an advice: a limit for what never arrives")
     if not job.evaluation.every_samples:
         raise JobError("evaluation.every_samples = 0: must be at least 1 for an advice")
-
-
-def _finished(folder: Path, job: Job) -> bool:
-    """Return whether the folder has the finished run of this job. Raises JobError if it has one of another job."""
-    if not (folder / "summary.json").exists():
-        return False
-    if Job.from_toml((folder / "job.toml").read_text(encoding="utf-8")).to_toml() != job.to_toml():
-        raise JobError(f"--out: {folder} holds a run of another job; give another folder")
-    return True

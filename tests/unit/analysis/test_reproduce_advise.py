@@ -92,6 +92,7 @@ def test_every_job_is_valid_and_stragglers_follow_from_the_seed():
 
 def test_one_setting_is_advised_on_and_run_and_nothing_is_repeated(tmp_path, monkeypatch):
     """Ranks are replaced by simulations of the same jobs."""
+    from hpcsync.cli import advice_trials
     from hpcsync.cli import advise as command
 
     def virtually(jobs, out, link):
@@ -102,7 +103,7 @@ def test_one_setting_is_advised_on_and_run_and_nothing_is_repeated(tmp_path, mon
     def in_process(file, measured, folder, processes):
         command.main(file, command.Asked(measured, [advise.option(label) for label in advise.CANDIDATES], out=folder))
 
-    monkeypatch.setattr(command, "ProcessPoolExecutor", Inline)
+    monkeypatch.setattr(advice_trials, "ProcessPoolExecutor", Inline)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(advise, "run_all", virtually)
     monkeypatch.setattr(advise, "command_line", in_process)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from hpcsync.cli import advise, report
+from hpcsync.cli import advice_trials, advise, finished_runs, report
 from hpcsync.cli.advice_candidates import FURTHER
 from hpcsync.cli.advise import Asked, main, worker_counts
 from hpcsync.config import job as jobs
@@ -59,7 +59,7 @@ class Inline:
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(advise, "ProcessPoolExecutor", Inline)
+    monkeypatch.setattr(advice_trials, "ProcessPoolExecutor", Inline)
     monkeypatch.setattr(Inline, "n", 0)
     path = tmp_path / "small.toml"
     path.write_text(JOB)
@@ -81,7 +81,10 @@ def test_a_straggler_decides_and_the_advised_job_is_the_users(job, tmp_path, cap
     last = found["trials"][-1]["candidates"]
     assert [len(trial["candidates"]) for trial in found["trials"]] == [2, 2, 2]
     assert {row["label"]: row["lr_factor"] for row in last} == found["lr_factors"]
-    assert [row["predicted"] for row in last if row["label"] == "asp"] == [found["predicted"]]
+    further = [finished_runs.read(path).summary for path in (tmp_path / "uneven" / "trial-4").glob("*/seed-200[567]")]
+    assert found["predicted"] == pytest.approx(prediction(further)) and len(further) == 3
+    assert [row["predicted"] for row in last if row["label"] == "asp"] != [found["predicted"]]
+    assert f"Predicted: {found['predicted']['seconds']:.4g} s (" in said.out
     assert all((tmp_path / "uneven" / row["folder"] / "seed-5" / "job.toml").exists() for row in last)
     asked, given = (jobs.load(path) for path in (tmp_path / "uneven" / "advised.toml", job))
     assert asked.paradigm.name == "asp" and asked.stop == given.stop and asked.workload == given.workload
@@ -111,7 +114,7 @@ def test_times_of_a_run_replace_those_of_the_job(job, tmp_path, capsys):
     assert main(job, Asked(measured=tmp_path / "run", paradigms=("bsp", "asp"), out=out)) == 0
     assert advised(out)["advised"] == "asp" and advised(out)["times"].endswith(layout.TRACE)
     files = sorted(path.name for path in out.glob("times-*.csv"))
-    assert files == ["times-1005.csv", "times-1006.csv", "times-5.csv", "times-6.csv", "times-7.csv"]
+    assert files == [f"times-{seed}.csv" for seed in (1005, 1006, 2005, 2006, 2007, 5, 6, 7)]
 
 
 def test_other_numbers_of_workers_need_a_measurement_or_leave_to_extrapolate(job, tmp_path, capsys, monkeypatch):
@@ -170,7 +173,7 @@ def test_every_candidate_has_the_same_rates_and_more_while_the_best_is_at_an_end
 def test_a_budget_ends_it_with_what_is_known(job, tmp_path, capsys, monkeypatch):
     asked = Asked(paradigms=("bsp", "asp"), out=tmp_path / "out", budget_s=1e-9)
     monkeypatch.setattr(
-        advise, "as_completed", lambda futures, left_s: _late() if futures and left_s is not None else futures
+        advice_trials, "as_completed", lambda futures, left_s: _late() if futures and left_s is not None else futures
     )
     assert main(job, asked) == 1
     assert "the budget was spent before the first trial ended" in capsys.readouterr().err
@@ -179,7 +182,9 @@ def test_a_budget_ends_it_with_what_is_known(job, tmp_path, capsys, monkeypatch)
         folder.unlink()
     capsys.readouterr()
     assert main(job, asked) == 0
-    assert "The budget was spent: this is the trial with 33 % of the time" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "The budget was spent: this is the trial with 33 % of the time" in said
+    assert "with the seeds that have chosen it, hence too early" in said
 
 
 def _late():

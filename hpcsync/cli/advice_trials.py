@@ -1,0 +1,186 @@
+"""Trials of an advice: candidates trained with real gradients in virtual time, each run once."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import sys
+import time
+import tomllib
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpcsync.cli import finished_runs
+from hpcsync.cli.advice_candidates import Trained, stem
+from hpcsync.config.errors import JobError
+from hpcsync.config.job import OPTIONS, Job, default_servers
+
+if TYPE_CHECKING:
+    from hpcsync.report.summary import Summary
+    from hpcsync.trace.reader import Trace
+
+
+class Trials:
+    """Simulations of candidates for a job.
+
+    Parameters
+    ----------
+    job
+        The job on which is advised.
+    path
+        Its file, whose folder may have modules.
+    out
+        Folder of the advice; runs that it holds are not simulated again.
+    trace
+        Measured run of which computing times and links are taken; None: those of the job.
+    times
+        Measured times of computing, by worker.
+    at_once
+        Simulations at a time.
+    until_s
+        Moment, by `time.monotonic`, at which the budget is spent; None: it is not limited.
+    keeps_scale
+        Whether the job states how the rate of asynchronous updates is scaled.
+
+    Attributes
+    ----------
+    n_simulated : int
+        Number of runs that were simulated.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        path: Path,
+        out: Path,
+        *,
+        trace: Trace | None,
+        times: list[Any],
+        at_once: int,
+        until_s: float | None,
+        keeps_scale: bool,
+    ) -> None:
+        self._job = job
+        self._path = path
+        self._out = out
+        self._trace = trace
+        self._times = times
+        self._at_once = at_once
+        self._until_s = until_s
+        self._keeps_scale = keeps_scale
+        self.n_simulated = 0
+
+    def table(self, trained: Trained, seed: int, limit_s: float) -> dict[str, Any]:
+        """Return the table of the job that trains a candidate with this seed, at most for so many virtual seconds."""
+        table: dict[str, Any] = tomllib.loads(self._job.to_toml())
+        table["seed"] = seed
+        table["paradigm"] = trained.candidate.paradigm
+        table.pop("batches", None)
+        table.pop("predicted", None)
+        if trained.candidate.batches:
+            table["batches"] = trained.candidate.batches
+        optimizer, cluster = table["optimizer"], table["cluster"]
+        optimizer["lr"] = trained.factor * optimizer["lr"]
+        servers = default_servers(table["paradigm"])
+        kind = OPTIONS.get(table["paradigm"].get("name", ""))
+        if servers == 0 or (kind is not None and kind.contribution != "gradient"):
+            optimizer.pop("async_lr_scale", None)  # the optimizer runs on the workers
+        elif not self._keeps_scale:
+            optimizer["async_lr_scale"] = "1/workers"  # equal total steps, so that rates are comparable
+        if (cluster.get("servers", 1) == 0) != (servers == 0):
+            cluster["servers"] = servers
+        stop = table["stop"]
+        table["stop"] = {key: stop[key] for key in ("target_accuracy", "target_loss") if key in stop}
+        table["stop"]["seconds"] = limit_s
+        if self._trace is not None:
+            from hpcsync.simulator.measured_cluster import network
+
+            cluster["compute"] = {"model": "table", "table": str(self._times_file(seed))}
+            cluster.pop("times_from", None)
+            if "network" not in cluster and (links := network(self._trace, seed, cluster["workers"])):
+                cluster["network"] = links
+        return table
+
+    def _times_file(self, seed: int) -> Path:
+        from hpcsync.simulator.measured_cluster import resampled, write_table
+
+        file = (self._out / f"times-{seed}.csv").absolute()
+        if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_table(resampled(self._times, seed, self._job.cluster.workers), file)
+        return file
+
+    def run(
+        self, number: int, every: Sequence[Trained], seeds: Sequence[int], limit_s: float
+    ) -> dict[Trained, dict[int, Summary]] | None:
+        """Simulate what is missing of a trial; return its summaries, or None if the budget was spent before."""
+        todo: dict[Path, Job] = {}
+        places: dict[Trained, dict[int, Path]] = {}
+        for trained in every:
+            for seed in seeds:
+                folder = self._out / f"trial-{number}" / stem(trained) / f"seed-{seed}"
+                places.setdefault(trained, {})[seed] = folder
+                job = Job.from_table(self.table(trained, seed, limit_s))
+                if not _finished(folder, job):
+                    todo[folder] = job
+        n = sum(map(len, places.values()))
+        n_labels = len({trained.label for trained in every})
+        print(f"trial {number}: {n_labels} candidates, {n} runs, {n - len(todo)} finished already", file=sys.stderr)
+        if not self._simulate(todo, f"trial {number}"):
+            return None
+        return {
+            trained: {seed: finished_runs.read(folder).summary for seed, folder in of_seeds.items()}
+            for trained, of_seeds in places.items()
+        }
+
+    def _simulate(self, todo: Mapping[Path, Job], about: str) -> bool:
+        """Simulate jobs, several at a time; return whether all are done, False once the budget is spent."""
+        from rich.console import Console
+        from rich.progress import track
+
+        left_s = None if self._until_s is None else self._until_s - time.monotonic()
+        pool = ProcessPoolExecutor(self._at_once, multiprocessing.get_context("spawn"))
+        try:
+            futures = {pool.submit(simulate_one, job, folder, str(self._path)): folder for folder, job in todo.items()}
+            ended = as_completed(futures, left_s)
+            shown = Console(stderr=True)
+            for future in track(ended, about, len(futures), console=shown, disable=not shown.is_terminal):
+                if future.result() != 0:
+                    raise JobError(f"advise: {futures[future]}: the simulation failed, see {futures[future]}.log")
+                self.n_simulated += 1
+        except TimeoutError:
+            return False
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in multiprocessing.active_children():
+                process.terminate()
+        return True
+
+
+def simulate_one(job: Job, folder: Path, path: str) -> int:
+    """Simulate a job in a process of its own; what it prints is in the file beside its folder that ends in ``.log``."""
+    from rich.console import Console
+
+    from hpcsync.run_dir import layout, lock
+    from hpcsync.simulator.simulate import simulate
+    from hpcsync.workloads.registry import import_beside
+
+    import_beside(Path(path))
+    if folder.exists():
+        layout.put_aside(folder)
+        lock.release(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_name(f"{folder.name}.log").open("w", encoding="utf-8") as log:
+        with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
+            return simulate(job, folder, Console(file=log))
+
+
+def _finished(folder: Path, job: Job) -> bool:
+    """Return whether the folder has the finished run of this job. Raises JobError if it has one of another job."""
+    if not (folder / "summary.json").exists():
+        return False
+    if Job.from_toml((folder / "job.toml").read_text(encoding="utf-8")).to_toml() != job.to_toml():
+        raise JobError(f"--out: {folder} holds a run of another job; give another folder")
+    return True
