@@ -48,6 +48,8 @@ dist.destroy_process_group()
 """
 
 
+# Seldom a process of torchrun is aborted in C++, in 2 of 20 launches on a busy machine; why is not known.
+@pytest.mark.flaky(reruns=1, only_rerun=["terminate called without an active exception"])
 @pytest.mark.once
 def test_a_loop_is_recorded_and_trains_as_before(tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(LOOP)
