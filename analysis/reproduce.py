@@ -16,8 +16,18 @@ from rich.console import Console
 from reproductions import advise as advice_regret
 from reproductions import ashl as ashl_paper
 from reproductions import dssp as dssp_paper
-from reproductions import dssp_map, dssp_map_real, first_k, first_k_real, gossip_variants, long_iterations, stanza_real
+from reproductions import (
+    dssp_map,
+    dssp_map_real,
+    first_k,
+    first_k_real,
+    gossip_variants,
+    headline,
+    long_iterations,
+    stanza_real,
+)
 from reproductions import gossip as gossip_paper
+from reproductions import images as drawn
 from reproductions import law as law_of_delay
 from reproductions import stanza as stanza_paper
 from reproductions import text as harder
@@ -116,7 +126,17 @@ def text(
     processes: Processes = CORES,
 ) -> None:
     """All lines of work once more, on a transformer that learns text."""
-    harder.reproduce(out or Path("reproductions/text"), seeds, processes, Console())
+    headline.reproduce(harder.PROBLEM, out or Path("reproductions/text"), seeds, processes, Console())
+
+
+@app.command()
+def images(
+    out: Out = None,
+    seeds: Seeds = 3,
+    processes: Processes = CORES,
+) -> None:
+    """All lines of work once more, on a residual network with BatchNorm that learns drawn images."""
+    drawn.reproduce(out or Path("reproductions/images"), seeds, processes, Console())
 
 
 @app.command()

@@ -15,9 +15,11 @@ from hpcsync.config.job import Job
 from hpcsync.run_dir import layout
 
 
-def simulate_all(jobs: Mapping[str, Job], out: Path, processes: int, console: Console) -> int:
+def simulate_all(
+    jobs: Mapping[str, Job], out: Path, processes: int, console: Console, keep_weights: bool = False
+) -> int:
     """Simulate each job into out/NAME; how many had to be. Raises RuntimeError for one that fails."""
-    todo = [(job, out / name) for name, job in jobs.items() if not finished(out / name, job)]
+    todo = [(job, out / name, keep_weights) for name, job in jobs.items() if not finished(out / name, job)]
     columns = TextColumn("simulating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console) as progress, _workers(min(processes, len(todo))) as carry_out:
         bar = progress.add_task("", total=len(jobs), completed=len(jobs) - len(todo))
@@ -40,7 +42,7 @@ def _workers(processes: int) -> Iterator:
         return
     pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"))
 
-    def carry_out(todo: Iterable[tuple[Job, Path]]) -> Iterator[None]:
+    def carry_out(todo: Iterable[tuple[Job, Path, bool]]) -> Iterator[None]:
         for future in as_completed([pool.submit(_simulate, run) for run in todo]):
             yield future.result()
 
@@ -50,12 +52,13 @@ def _workers(processes: int) -> Iterator:
         pool.shutdown(cancel_futures=True)  # after an error or Ctrl-C: what is under way ends, nothing else begins
 
 
-def _simulate(run: tuple[Job, Path]) -> None:
+def _simulate(run: tuple[Job, Path, bool]) -> None:
     from hpcsync.simulator.simulate import simulate  # in the process that simulates: it imports torch
 
-    job, folder = run
+    job, folder, keep_weights = run
     for name in (layout.TRACE, layout.JOB, layout.WEIGHTS, layout.SUMMARY):  # of a run that did not come to its end
         (folder / name).unlink(missing_ok=True)
     if simulate(job, folder, Console(quiet=True)) != 0:
         raise RuntimeError(f"{folder}: the simulation has failed")
-    (folder / layout.WEIGHTS).unlink()  # nobody asks for the weights of hundreds of runs
+    if not keep_weights:  # hundreds of runs have many
+        (folder / layout.WEIGHTS).unlink()

@@ -35,6 +35,7 @@ def tuned(
     console: Console,
     factors: Sequence[float] | None = None,
     tuning_seeds: Sequence[int] | None = None,
+    keep_weights: bool = False,
 ) -> pd.DataFrame:
     """Choose each method's rate, and return results with the chosen ones: a row per run, of the arm "tuned".
 
@@ -49,13 +50,16 @@ def tuned(
     measure
         Measures a finished run.
     columns
-        Columns of times to targets, NaN for never; a rate is chosen by the mean of their logarithms.
+        Columns of what is to be small, such as times to targets, NaN for never; a rate is chosen by the mean of their
+        logarithms.
     seeds
         Seeds to report; none of those that are tuned with.
     out, processes, console
         As for `simulate_all`.
     factors, tuning_seeds
         A budget other than FACTORS and SEEDS, for runs that take long.
+    keep_weights
+        Of the runs with chosen rates, which can then be tested.
     """
     budget, tuning_seeds = tuple(factors or FACTORS), tuple(tuning_seeds or SEEDS)
     assert not set(seeds) & set(tuning_seeds), "a seed is tuned and reported"
@@ -81,7 +85,7 @@ def tuned(
         for method in methods
         for seed in seeds
     }
-    simulate_all(chosen, out / "runs", processes, console)
+    simulate_all(chosen, out / "runs", processes, console, keep_weights)
     return pd.DataFrame([measure(out / "runs" / name) for name in chosen])
 
 
@@ -93,7 +97,7 @@ def best(results: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
     results
         A row per run, with `paradigm`, `arm`, `duration_s` and the columns.
     columns
-        Columns of times to targets, NaN for never.
+        Columns of what is to be small, NaN for never.
     """
     times = results[list(columns)].apply(lambda column: column.fillna(NEVER * results["duration_s"]))
     scores = results.assign(

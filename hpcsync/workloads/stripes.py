@@ -8,7 +8,7 @@ import torch
 CLASSES = 10
 
 
-def draw(n: int, size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def draw(n: int, size: int, seed: int, noise: float = 25.0) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw images of coloured stripes with noise; the class is the direction of the stripes.
 
     A linear model learns nothing from them: stripes and their negatives are equally likely, so that each pixel has the
@@ -22,6 +22,8 @@ def draw(n: int, size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
         Width and height in pixels.
     seed
         Random seed.
+    noise
+        Standard deviation of the noise; stripes have an amplitude of 10 to 50.
 
     Returns
     -------
@@ -39,7 +41,7 @@ def draw(n: int, size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     rows, columns = np.arange(size).reshape(-1, 1), np.arange(size)
     stripes = np.sin(per_pixel * (np.cos(angle) * rows + np.sin(angle) * columns) + phase)
     colour = generator.uniform(0.2, 1.0, (n, 3, 1, 1))
-    x = 127.5 + 50.0 * colour * stripes + 25.0 * generator.standard_normal((n, 3, size, size))
+    x = 127.5 + 50.0 * colour * stripes + noise * generator.standard_normal((n, 3, size, size))
     return torch.from_numpy(x.clip(0.0, 255.0).astype(np.uint8)), torch.from_numpy(y)
 
 

@@ -1,0 +1,180 @@
+"""The headline methods of DSSP, k-sync, gossip and ASHL between unlike workers, on a problem other than the digits.
+
+Each method trains with its own best rate, and is compared with BSP: the time to losses, and the accuracy at the end.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from rich.console import Console
+
+from hpcsync.config.job import Job
+from hpcsync.run_dir import layout
+from hpcsync.trace.reader import load
+from reproductions.claims import Claim, conclude, of, points, ratio
+from reproductions.first_k import FIXED_SHARE, JITTER, SLOWNESS
+from reproductions.tuning import tuned
+
+FASTEST_S = 0.1  # of an iteration; a guess
+GAMMA = 0.1  # factor of a decay
+ARM = "tuned"
+
+ALLOCATION = {"policy": "equal-finish", "predictor": "smoothing"}
+OWN_STEPS = ("gossip", "allreduce", "ashl")  # paradigms whose workers step themselves, at the whole rate
+
+Method = tuple[Mapping[str, Any], Mapping[str, Any] | None]  # tables of the paradigm and of batch sizes
+METHODS: dict[str, Method] = {
+    "BSP": ({"name": "bsp"}, None),
+    "ASP": ({"name": "asp"}, None),
+    "SSP": ({"name": "ssp", "staleness": 3}, None),
+    "DSSP": ({"name": "dssp", "staleness_min": 3, "staleness_max": 15, "mode": "paper"}, None),
+    "k-sync": ({"name": "k-sync", "k": "state"}, None),
+    "BSP + batches": ({"name": "bsp"}, ALLOCATION),
+    "gossip": ({"name": "gossip", "mode": "pull"}, None),
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is trained, and how it is measured.
+
+    Attributes
+    ----------
+    name
+        First part of the names of jobs, and the setting of results.
+    methods
+        Tables of each method; one is "BSP".
+    workload
+        Table of the workload.
+    optimizer
+        Table of the optimizer, without a schedule; its rate is that of factor 1.
+    samples, decays
+        Length of a run, and samples after which the rate is multiplied by `GAMMA`.
+    losses
+        A time to the loss is the geometric mean of those to these.
+    evaluations
+        Number of evaluations of a run.
+    factors, tuning_seeds, first_seed
+        Rates that are tried and with which seeds; first of the seeds that are reported.
+    tuned_by
+        Columns by which a rate is chosen; None: the times to the losses.
+    pairs
+        Two methods that are compared with each other, besides all with BSP.
+    evaluation
+        Further keys of evaluations.
+    test
+        Returns the accuracy at the end of a finished run whose arm is `ARM`, on data of its own. None: the mean of the
+        last tenth of the evaluations is the accuracy at the end.
+    """
+
+    name: str
+    methods: Mapping[str, Method]
+    workload: Mapping[str, Any]
+    optimizer: Mapping[str, Any]
+    samples: int
+    decays: tuple[int, ...]
+    losses: tuple[float, ...]
+    evaluations: int
+    factors: tuple[float, ...]
+    tuning_seeds: tuple[int, ...] = (1,)
+    first_seed: int = 7
+    tuned_by: tuple[str, ...] | None = None
+    pairs: tuple[tuple[str, str], ...] = ()
+    evaluation: Mapping[str, Any] = field(default_factory=dict)
+    test: Callable[[Path], float] | None = None
+
+
+def job(problem: Problem, method: str, factor: float, seed: int, length: float = 1.0) -> Job:
+    """Return the job of a method, with its rate times `factor`; `length` shortens the run."""
+    paradigm, batches = problem.methods[method]
+    samples, seconds = round(length * problem.samples), [FASTEST_S * slowness for slowness in SLOWNESS]
+    milestones = [round(length * at) for at in problem.decays]
+    optimizer: dict[str, Any] = {
+        **problem.optimizer,
+        "lr": factor * problem.optimizer["lr"],
+        "schedule": {"name": "multistep", "milestones": milestones, "gamma": GAMMA},
+    }
+    if paradigm["name"] not in OWN_STEPS:
+        optimizer["async_lr_scale"] = "1/workers"
+    table: dict[str, Any] = {
+        "name": f"{problem.name}-{method}".replace(" + ", "-and-").replace(", ", "-").replace(" ", "-"),
+        "seed": seed,
+        "workload": dict(problem.workload),
+        "optimizer": optimizer,
+        "stop": {"samples": samples},
+        "evaluation": {**problem.evaluation, "every_samples": samples // problem.evaluations},
+        "paradigm": dict(paradigm),
+        "cluster": {
+            "workers": len(SLOWNESS),
+            "compute": {"model": "lognormal", "seconds": seconds, "jitter": JITTER, "fixed_share": FIXED_SHARE},
+        },
+    }
+    return Job.from_table(table | ({} if batches is None else {"batches": dict(batches)}))
+
+
+def measure(problem: Problem, folder: Path) -> dict[str, Any]:
+    """Return the results of a run; those at the end are means over the last tenth of its samples."""
+    trace = load(folder / layout.TRACE)
+    setting, arm, method, seed = folder.parts[-4:]
+    evaluations, duration_s = trace.frame("evaluations"), float(trace.tables["updates"]["now_s"][-1])
+    late = evaluations["samples"] >= 0.9 * trace.job.stop.samples
+    reached_s = {
+        f"loss_{loss}_s": float(evaluations["now_s"][evaluations["loss"] <= loss].min()) for loss in problem.losses
+    }
+    tested = problem.test is not None and arm == ARM
+    return {
+        "setting": setting,
+        "arm": arm,
+        "paradigm": method.replace("_", " "),
+        "seed": int(seed),
+        "duration_s": duration_s,
+        **reached_s,
+        "loss_s": float(np.exp(np.mean(np.log([*reached_s.values()])))),
+        "loss": evaluations["loss"][late].mean(),
+        "accuracy": problem.test(folder) if tested and problem.test else evaluations["accuracy"][late].mean(),
+    }
+
+
+def claims(problem: Problem) -> list[Claim]:
+    """Return the claims; none is a paper's, since no paper has trained this."""
+    found = []
+    others = [method for method in problem.methods if method != "BSP"]
+    for method in others:
+        number = ratio(of("loss_s", problem.name, ARM, "BSP"), of("loss_s", problem.name, ARM, method))
+        found.append(Claim(f"{method} sooner than BSP: BSP's time / its own", "", number, low=1.05))
+    for method in others:
+        number = points(of("accuracy", problem.name, ARM, "BSP"), of("accuracy", problem.name, ARM, method))
+        found.append(Claim(f"BSP's accuracy at the end above that of {method}", "", number, low=0.1, unit=" points"))
+    for one, other in problem.pairs:
+        number = ratio(of("loss_s", problem.name, ARM, other), of("loss_s", problem.name, ARM, one))
+        found.append(Claim(f"{one} sooner than {other}: {other}'s time / its own", "", number, low=1.05))
+    return found
+
+
+def reproduce(
+    problem: Problem, out: Path, seeds: int, processes: int, console: Console, length: float = 1.0
+) -> pd.DataFrame:
+    """Simulate what is missing in the folder, write results and claims there, print the claims."""
+    results = tuned(
+        problem.name,
+        tuple(problem.methods),
+        lambda method, factor, seed: job(problem, method, factor, seed, length),
+        functools.partial(measure, problem),
+        problem.tuned_by or [f"loss_{loss}_s" for loss in problem.losses],
+        range(problem.first_seed, problem.first_seed + seeds),
+        out,
+        processes,
+        console,
+        factors=problem.factors,
+        tuning_seeds=problem.tuning_seeds,
+        keep_weights=problem.test is not None,
+    )
+    title = f"{problem.name.capitalize()}, virtual time, {seeds} seeds: mean (95 % interval)"
+    return conclude(claims(problem), results, out, console, title)
