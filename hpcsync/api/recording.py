@@ -19,6 +19,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -42,7 +43,7 @@ from hpcsync.trace.provenance import provenance
 from hpcsync.trace.writer import TraceWriter
 
 ENGINE = "ddp"
-ROUNDS = 20  # all-reduces of one number
+ROUNDS = 20  # all-reduces of one number; one more before them connects the processes
 IDLE_S = 0.003  # before each of them: in the loop, too, a process comes to an all-reduce from other work
 
 
@@ -150,22 +151,23 @@ class Recorder:
             print("hpcsync: record: nothing is written: no DistributedDataParallel module was called", file=sys.stderr)
             return
         given: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object(self._told(self._module), given)
+        with _group_of_all() as group:
+            dist.gather_object(self._told(self._module, group), given, group=group)
         if given is not None:
             job = _job(self._name, self._optimizer, self.steps[0].lr if self.steps else math.nan, len(given))
             write(job, given, self._out)
 
-    def _told(self, module: DistributedDataParallel) -> Told:
+    def _told(self, module: DistributedDataParallel, group: dist.ProcessGroup) -> Told:
         """Measure the link, together with all other processes, and return this with the steps."""
         number = torch.zeros(1, device=next(module.parameters()).device)
         numbers_s = []
-        for _ in range(ROUNDS):
+        for _ in range(1 + ROUNDS):
             time.sleep(IDLE_S)
             begin_s = _now(number)
-            dist.all_reduce(number, group=module.process_group)
+            dist.all_reduce(number, group=group)
             numbers_s.append(_now(number) - begin_s)
         copy_s = math.nan if number.is_cuda or not self.steps else _copy_s(self.steps[-1].n_bytes)
-        return Told(socket.gethostname(), np.array(self.steps), np.array(numbers_s), copy_s)
+        return Told(socket.gethostname(), np.array(self.steps), np.array(numbers_s[1:]), copy_s)
 
     def loading(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches of a loader, and measure how long each takes to come."""
@@ -221,6 +223,18 @@ class Recorder:
             self.steps.append(Step(*times, self._samples, self._n_bytes))
             self._futures, self._last_s, self._load_s, self._samples, self._n_bytes = [], end_s, 0.0, 0, 0
         return future
+
+
+@contextmanager
+def _group_of_all() -> Iterator[dist.ProcessGroup]:
+    """Yield a new group of all processes, and destroy it.
+
+    Some of gloo's threads drop the tensors of a collective call only after it has returned. They need the interpreter
+    for that, so that a process which then ends at once may be aborted. Destroying the group joins its threads.
+    """
+    group = dist.new_group()
+    yield group
+    dist.destroy_process_group(group)
 
 
 def _now(tensor: torch.Tensor) -> float:
