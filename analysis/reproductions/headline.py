@@ -27,7 +27,7 @@ GAMMA = 0.1  # factor of a decay
 ARM = "tuned"
 
 ALLOCATION = {"policy": "equal-finish", "predictor": "smoothing"}
-OWN_STEPS = ("gossip", "allreduce", "ashl")  # paradigms whose workers step themselves, at the whole rate
+OWN_STEPS = ("gossip", "ashl")  # paradigms whose workers step themselves, at the whole rate
 
 Method = tuple[Mapping[str, Any], Mapping[str, Any] | None]  # tables of the paradigm and of batch sizes
 METHODS: dict[str, Method] = {

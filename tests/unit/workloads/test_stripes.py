@@ -22,6 +22,13 @@ def test_images_are_bytes_of_every_class():
     assert not torch.equal(stripes.draw(500, 16, 2)[0], x)
 
 
+def test_noise_has_the_asked_strength():
+    quiet, usual, loud = (stripes.draw(500, 16, 1, noise=noise)[0].double() for noise in (0.0, 25.0, 40.0))
+    assert torch.equal(usual, stripes.draw(500, 16, 1)[0].double())
+    assert (usual - quiet).std() == pytest.approx(25.0, rel=0.01)
+    assert (loud - quiet).std() == pytest.approx(40.0, rel=0.03)  # a little is clipped
+
+
 def test_stripes_run_as_the_class_says():
     x, y = stripes.draw(2000, 16, 1)
     grey = x.double().mean(1)
