@@ -19,13 +19,12 @@ from hpcsync.run_dir import layout
 from hpcsync.workloads.registry import EVALUATED_AT_ONCE, build
 from reproductions import headline
 from reproductions.headline import METHODS, Problem
-from reproductions.residual_network import TESTED, test_images
+from reproductions.residual_network import TESTED, all_test_images
 
 SAMPLES = 32_768  # a guess: 2 passes over the training images, 256 updates of BSP
 CORRECT = "test-correct.npy"  # in a run's folder: a bit for each test image
 
 OTHERS = {
-    "DSSP, bounded": {"name": "dssp", "staleness_min": 3, "staleness_max": 15, "mode": "bounded"},
     "k-sync 6": {"name": "k-sync", "k": 6},
     "ASHL": {"name": "ashl", "steps_coarse": 8, "warmup": 2, "profiled": 8, "loss_preset": 0.5},
 }
@@ -42,7 +41,7 @@ def correct(folder: Path) -> np.ndarray:
         with torch.no_grad():
             found = [
                 model(x).argmax(1) == y
-                for images, classes in test_images()
+                for images, classes in all_test_images()
                 for x, y in zip(images.split(EVALUATED_AT_ONCE), classes.split(EVALUATED_AT_ONCE), strict=True)
             ]
         np.save(path, np.packbits(torch.cat(found).numpy()))

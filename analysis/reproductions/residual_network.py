@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -78,3 +79,9 @@ def test_images(n: int = TESTED) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield images that no run has seen, and their classes, in parts."""
     for begin in range(0, n, PART):
         yield stripes.draw(min(PART, n - begin), SIZE, TEST_SEED + begin, NOISE)
+
+
+@functools.cache
+def all_test_images() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return all of them, drawn once in a process: 87 MB."""
+    return list(test_images())

@@ -99,7 +99,7 @@ def test_evaluation_normalises_by_running_statistics(built):
 @pytest.fixture
 def few(monkeypatch):
     monkeypatch.setattr(images, "TESTED", FEW)
-    monkeypatch.setattr(images, "test_images", lambda: residual_network.test_images(FEW))
+    monkeypatch.setattr(images, "all_test_images", lambda: residual_network.test_images(FEW))
 
 
 def by_hand(weights, statistics=1.0):
