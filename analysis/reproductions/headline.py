@@ -20,7 +20,7 @@ from hpcsync.run_dir import layout
 from hpcsync.trace.reader import load
 from reproductions.claims import Claim, conclude, of, points, ratio
 from reproductions.first_k import FIXED_SHARE, JITTER, SLOWNESS
-from reproductions.tuning import tuned
+from reproductions.tuning import FURTHER, tuned
 
 FASTEST_S = 0.1  # of an iteration; a guess
 GAMMA = 0.1  # factor of a decay
@@ -61,8 +61,9 @@ class Problem:
         A time to the loss is the geometric mean of those to these.
     evaluations
         Number of evaluations of a run.
-    factors, tuning_seeds, first_seed
-        Rates that are tried and with which seeds; first of the seeds that are reported.
+    factors, further, tuning_seeds, first_seed
+        Rates that are tried, how many more for a method whose best one is at an end, and with which seeds; first of the
+        seeds that are reported.
     tuned_by
         Columns by which a rate is chosen; None: the times to the losses.
     pairs
@@ -83,6 +84,7 @@ class Problem:
     losses: tuple[float, ...]
     evaluations: int
     factors: tuple[float, ...]
+    further: int = FURTHER
     tuning_seeds: tuple[int, ...] = (1,)
     first_seed: int = 7
     tuned_by: tuple[str, ...] | None = None
@@ -174,6 +176,7 @@ def reproduce(
         console,
         factors=problem.factors,
         tuning_seeds=problem.tuning_seeds,
+        further=problem.further,
         keep_weights=problem.test is not None,
     )
     title = f"{problem.name.capitalize()}, virtual time, {seeds} seeds: mean (95 % interval)"

@@ -20,5 +20,6 @@ PROBLEM = Problem(
     losses=(2.5, 2.4, 2.3),
     evaluations=40,
     factors=(0.125, 0.25, 0.5, 1.0),
+    further=4,
     pairs=(("DSSP", "SSP"), ("DSSP", "ASP"), ("BSP + batches", "ASP"), ("gossip", "ASP")),
 )

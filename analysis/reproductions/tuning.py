@@ -35,6 +35,7 @@ def tuned(
     console: Console,
     factors: Sequence[float] | None = None,
     tuning_seeds: Sequence[int] | None = None,
+    further: int = FURTHER,
     keep_weights: bool = False,
 ) -> pd.DataFrame:
     """Choose each method's rate, and return results with the chosen ones: a row per run, of the arm "tuned".
@@ -58,6 +59,8 @@ def tuned(
         As for `simulate_all`.
     factors, tuning_seeds
         A budget other than FACTORS and SEEDS, for runs that take long.
+    further
+        More factors for a method while its best one is the least or largest that was tried.
     keep_weights
         Of the runs with chosen rates, which can then be tested.
     """
@@ -73,7 +76,7 @@ def tuned(
         }
         simulate_all(runs, out / "runs", processes, console)
         rates = best(pd.DataFrame([measure(out / "runs" / name) for name in runs]), columns)
-        open_ended = rates[rates["at_an_end"] & rates["paradigm"].map(lambda m: len(tried[m]) < len(budget) + FURTHER)]
+        open_ended = rates[rates["at_an_end"] & rates["paradigm"].map(lambda m: len(tried[m]) < len(budget) + further)]
         if open_ended.empty:
             break
         for method, factor in zip(open_ended["paradigm"], open_ended["factor"], strict=True):

@@ -63,7 +63,8 @@ def test_chosen_rates_are_run_on_other_seeds(tmp_path, monkeypatch):
         tuning.tuned(*few, (3, 4), tmp_path, 1, Console(quiet=True))
 
 
-def test_no_more_factors_than_allowed_are_tried(tmp_path, monkeypatch):
+@pytest.mark.parametrize("further", [{}, {"further": 0}, {"further": 4}], ids=str)
+def test_no_more_factors_than_allowed_are_tried(tmp_path, monkeypatch, further):
     monkeypatch.setitem(BEST, "quick", 1e6)
     jobs = {}
     monkeypatch.setattr(tuning, "simulate_all", lambda todo, *_: jobs.update(todo))
@@ -74,7 +75,8 @@ def test_no_more_factors_than_allowed_are_tried(tmp_path, monkeypatch):
         return tried(method.replace("_", " "), factor, int(seed)) | {"arm": arm}
 
     few = ("here", list(BEST), lambda *_: None, measure, ["target_s"])
-    tuning.tuned(*few, (4, 5), tmp_path, 1, Console(quiet=True))
+    tuning.tuned(*few, (4, 5), tmp_path, 1, Console(quiet=True), **further)
+    more = (8.0, 16.0, 32.0, 64.0)[: further.get("further", tuning.FURTHER)]
     factors = {name.split("/")[1] for name in jobs if "/quick/" in name} - {"tuned"}
-    assert factors == {f"tuning-{factor:g}" for factor in (*tuning.FACTORS, 8.0, 16.0)}
+    assert factors == {f"tuning-{factor:g}" for factor in (*tuning.FACTORS, *more)}
     assert pd.read_csv(tmp_path / "tuned-rates.csv").set_index("paradigm").loc["quick", "at_an_end"]
