@@ -89,9 +89,9 @@ class Checkpointer:
             return True
         return False
 
-    def has_deferred(self, worker: int) -> bool:
-        """Return whether a push of this worker is deferred, so that its contribution is still to be used."""
-        return any(record[:2] == (messages.InfoKind.PUSHED, worker) for record in self.unheard)
+    def deferred(self) -> set[int]:
+        """Return the workers of which a push is deferred, so that their contributions are still to be used."""
+        return {worker for kind, worker, *_ in self.unheard if kind == messages.InfoKind.PUSHED}
 
     def can_begin(self, computing: Collection[int]) -> bool:
         """Return whether all workers known to be computing wait for an answer."""

@@ -200,8 +200,9 @@ class Leader:
             number = saver.begin([*range(1, roles.n_servers), *map(roles.rank_of, workers)])
             for worker in workers:
                 self._shard.let_save(worker, number)
+            deferred = saver.deferred() - self._dead
             for worker in range(roles.n_workers):
-                if self._coordinator.is_pending(worker) or (worker not in self._dead and saver.has_deferred(worker)):
+                if worker in deferred or self._coordinator.is_pending(worker):
                     self._command([CommandRecord(messages.CommandKind.KEEP, to(worker))])
             self._command([CommandRecord(messages.CommandKind.SAVE, to(0, number))])
         saver.commit_if_complete()

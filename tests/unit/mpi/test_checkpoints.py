@@ -107,7 +107,7 @@ def test_a_resumed_run_has_the_same_bits(comm, needs, folder, paradigm, optimize
 FORGOTTEN = {
     "optimizer": (update_rules.Descent, "restore", lambda self, state: None, {}),
     "residual": (ErrorFeedback, "restore", lambda self, state: None, {"compression": TOP_K}),
-    "contributions": (Checkpointer, "has_deferred", lambda self, worker: False, {}),
+    "contributions": (Checkpointer, "deferred", lambda self: set(), {}),
 }
 
 
