@@ -15,11 +15,14 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from hpcsync.config.job import Job
+from hpcsync.figures import plotting
 from hpcsync.run_dir import layout
+from hpcsync.trace.reader import load
 from hpcsync.workloads.registry import EVALUATED_AT_ONCE, build
 from reproductions import headline
 from reproductions.headline import METHODS, Problem
 from reproductions.residual_network import TESTED, all_test_images
+from reproductions.tuning import stem
 
 SAMPLES = 32_768  # a guess: 2 passes over the training images, 256 updates of BSP
 CORRECT = "test-correct.npy"  # in a run's folder: a bit for each test image
@@ -77,6 +80,74 @@ PROBLEM = Problem(
 )
 
 
+def sampling_error(results: pd.DataFrame, runs: Path) -> pd.DataFrame:
+    """Return how well the test images tell the accuracies: half a 95 % interval of each method's difference from BSP.
+
+    The images are the sample here, and the seeds are given: all methods are tested on the same images, and an image's
+    difference is the mean over the seeds. What seeds differ by is in the intervals of the claims.
+
+    Parameters
+    ----------
+    results
+        A row per run, as `headline.measure` returns them.
+    runs
+        Folder of the runs.
+    """
+    folders = runs / PROBLEM.name / headline.ARM
+    share = {
+        method: np.mean([correct(folders / stem(method) / str(seed)) for seed in seeds], axis=0)
+        for method, seeds in results.groupby("paradigm")["seed"]
+    }
+    rows = []
+    for method, found in share.items():
+        difference = 100 * (share["BSP"] - found)
+        rows.append({"paradigm": method, "points": 1.96 * difference.std(ddof=1) / np.sqrt(len(difference))})
+    return pd.DataFrame(rows)
+
+
+COLOURS = {method: plotting.PARADIGM_COLOURS[table["name"]] for method, (table, _) in PROBLEM.methods.items()}
+OTHER_DASHES = ("BSP + batches", "k-sync 6")  # of the colour of another method
+
+
+def draw(results: pd.DataFrame, runs: Path, folder: Path) -> None:
+    """Draw the loss against time, means over the seeds, and the accuracy on the test images, a mark for each seed."""
+    figure, axes = plotting.panels(1, 2, height=3.4, width_ratios=(3, 2))
+    methods = [method for method in PROBLEM.methods if method in set(results["paradigm"])]
+    curves = []
+    for method in methods:
+        seeds = results["seed"][results["paradigm"] == method]
+        of_method = runs / PROBLEM.name / headline.ARM / stem(method)
+        each = [load(of_method / str(seed) / layout.TRACE).frame("evaluations") for seed in seeds]
+        mean = pd.concat(each)[["now_s", "loss"]].groupby(level=0).mean()  # the n-th evaluations of all seeds
+        look = {"color": COLOURS[method], "ls": plotting.DASHES[method in OTHER_DASHES], "lw": 1.1}
+        axes[0, 0].plot(mean["now_s"], mean["loss"], label=method, **look)
+        curves.append(mean.assign(method=method))
+    axes[0, 0].set(xlabel="virtual time (s)", ylabel="loss on validation images", xscale="log", yscale="log")
+    ticks = (0.3, 0.4, 0.6, 1.0, 2.0)
+    axes[0, 0].set_yticks(ticks, labels=[f"{tick:g}" for tick in ticks])
+    axes[0, 0].yaxis.set_minor_formatter("")
+    axes[0, 0].xaxis.set_major_formatter("{x:g}")
+    for at, method in enumerate(reversed(methods)):
+        accuracies = results["accuracy"][results["paradigm"] == method]
+        axes[0, 1].plot(accuracies, [at] * len(accuracies), "o", ms=3.5, mew=0.7, mfc="none", color=COLOURS[method])
+        axes[0, 1].plot(accuracies.mean(), at, "|", ms=9, color=COLOURS[method])
+    axes[0, 1].set_yticks(range(len(methods)), reversed(methods))
+    axes[0, 1].tick_params(axis="y", length=0)
+    axes[0, 1].set(xlabel="accuracy on test images at the end")
+    axes[0, 1].xaxis.set_major_formatter(plotting.percent)
+    for axis in axes[0]:
+        axis.set_axisbelow(True)
+        axis.grid(lw=0.3)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=5)
+    plotting.save(figure, pd.concat(curves).round(4), folder, "images")
+
+
 def reproduce(out: Path, seeds: int, processes: int, console: Console, length: float = 1.0) -> pd.DataFrame:
-    """Simulate and test what is missing in the folder, write results and claims there, print the claims."""
-    return headline.reproduce(PROBLEM, out, seeds, processes, console, length)
+    """Simulate and test what is missing in the folder, write results, claims and the figure there, print the claims."""
+    verdicts = headline.reproduce(PROBLEM, out, seeds, processes, console, length)
+    results = pd.read_csv(out / "results.csv")
+    told = sampling_error(results, out / "runs")
+    told.to_csv(out / "sampling.csv", index=False)
+    console.print(f"Half a 95 % interval from the choice of test images: at most {told['points'].max():.2f} points")
+    draw(results, out / "runs", out)
+    return verdicts

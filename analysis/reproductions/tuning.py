@@ -69,7 +69,7 @@ def tuned(
     tried = {method: list(budget) for method in methods}
     while True:
         runs = {
-            f"{setting}/tuning-{factor:g}/{_stem(method)}/{seed}": make(method, factor, seed)
+            f"{setting}/tuning-{factor:g}/{stem(method)}/{seed}": make(method, factor, seed)
             for method, own in tried.items()
             for factor in own
             for seed in tuning_seeds
@@ -84,7 +84,7 @@ def tuned(
     rates.to_csv(out / "tuned-rates.csv", index=False)
     chosen_factors = dict(zip(rates["paradigm"], rates["factor"], strict=True))
     chosen = {
-        f"{setting}/tuned/{_stem(method)}/{seed}": make(method, chosen_factors[method], seed)
+        f"{setting}/tuned/{stem(method)}/{seed}": make(method, chosen_factors[method], seed)
         for method in methods
         for seed in seeds
     }
@@ -119,5 +119,6 @@ def best(results: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
     ).reset_index(drop=True)
 
 
-def _stem(method: str) -> str:
+def stem(method: str) -> str:
+    """Return the name of a method's folder."""
     return method.replace(" ", "_")

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 from rich.console import Console
@@ -151,6 +153,48 @@ def test_test_images_are_drawn_in_parts_and_differ_from_all_others(built, monkey
     assert len(drawn.unique(dim=0)) == 250
     others = {bytes(row) for row in built.train.tensors[0].flatten(1).numpy()}
     assert len(others) == len(built.train) and not others & {bytes(row) for row in drawn.numpy()}
+
+
+def test_the_error_of_the_choice_of_test_images_is_that_of_a_paired_difference(tmp_path, monkeypatch):
+    monkeypatch.setattr(images, "TESTED", 8)
+    right = {
+        ("BSP", 7): [1, 1, 1, 1, 1, 1, 0, 0],
+        ("BSP", 8): [1, 1, 1, 1, 1, 1, 0, 0],
+        ("BSP + batches", 7): [1, 1, 1, 1, 1, 1, 0, 0],
+        ("BSP + batches", 8): [1, 1, 1, 1, 0, 0, 1, 1],
+    }
+    for (method, seed), bits in right.items():
+        folder = tmp_path / "images/tuned" / method.replace(" ", "_") / str(seed)
+        folder.mkdir(parents=True)
+        (folder / layout.WEIGHTS).touch()
+        np.save(folder / images.CORRECT, np.packbits(bits))
+    results = pd.DataFrame([{"paradigm": method, "seed": seed} for method, seed in right])
+    points = images.sampling_error(results, tmp_path).set_index("paradigm")["points"]
+    assert points["BSP"] == 0.0
+    differences = np.array([0, 0, 0, 0, 0.5, 0.5, -0.5, -0.5])
+    assert points["BSP + batches"] == pytest.approx(196 * differences.std(ddof=1) / 8**0.5)
+
+
+def test_the_whole_is_carried_out_and_drawn(tmp_path, few, monkeypatch):
+    two = {method: images.PROBLEM.methods[method] for method in ("BSP", "ASP")}
+    few_images = images.PROBLEM.workload | {"options": {"samples": 512, "width": 2}}
+    small = replace(
+        images.PROBLEM,
+        workload=few_images,
+        methods=two,
+        pairs=(),
+        factors=(1.0,),
+        further=0,
+        evaluations=2,
+        losses=(9.0, 1e-3),
+    )
+    monkeypatch.setattr(images, "PROBLEM", small)
+    found = images.reproduce(tmp_path, 1, 1, Console(quiet=True), SHORT).set_index("claim")["verdict"]
+    assert found["ASP sooner than BSP: BSP's time / its own"] == "does not hold", "0.001 is never reached"
+    drawn = pd.read_csv(tmp_path / "images.csv")
+    assert drawn["method"].tolist() == ["BSP"] * 2 + ["ASP"] * 2
+    assert drawn["now_s"][3] < 0.8 * drawn["now_s"][1], "ASP does not wait for the slowest"
+    assert (tmp_path / "images.png").stat().st_size > 10_000
 
 
 # ---- what is declared ----
