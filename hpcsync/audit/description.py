@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from hpcsync.audit.check import Check, check_all, describe_columns
@@ -46,3 +48,24 @@ def check_clocks(trace: Trace) -> list[Check]:
     again[np.unique(clocks[["start", "rank"]], return_index=True)[1]] = False
     describe = describe_columns("/clocks", clocks, "start", "rank", "offset_s", "uncertainty_s")
     return [check_all("clocks are those of the ranks", (~exist | again, describe), (~known, describe))]
+
+
+def check_link(trace: Trace) -> list[Check]:
+    """Check the times of the link that `hpcsync.record` measured; no check for a trace without them.
+
+    The numbers that it sums take at most as long as the longest sum of gradients, which is the first as a rule. Between
+    hosts the time of a gradient follows from the mean sum of gradients; on one host it is that of a copy in the memory.
+    """
+    given = {name: trace.attributes[name] for name in ("message_s", "gradient_s") if name in trace.attributes}
+    if not given:
+        return []
+    exchanges, n = trace.tables["exchanges"], trace.job.cluster.workers
+    sums_s = exchanges["comm_s"]
+    message_s, gradient_s = (given.get(name, math.nan) for name in ("message_s", "gradient_s"))
+    numbers_s = 2 * (n - 1) * message_s
+    right = 0 <= numbers_s <= sums_s.max(initial=0.0) and 0 <= gradient_s <= sums_s.max(initial=0.0)
+    if right and "," in trace.attributes["hosts"]:
+        expected_s = max(0.0, float(sums_s.mean()) - numbers_s) * n / (2 * (n - 1))
+        right = math.isclose(gradient_s, expected_s, rel_tol=1e-6, abs_tol=1e-9)
+    detail = f"message_s {message_s}, gradient_s {gradient_s}, longest sum of gradients {sums_s.max(initial=0.0)} s"
+    return [Check("times of the link fit to the sums of gradients", right, len(given), "" if right else detail)]

@@ -19,7 +19,7 @@ from hpcsync.audit.batches import check_sizes
 from hpcsync.audit.bounds import check_bounds
 from hpcsync.audit.check import Check
 from hpcsync.audit.compression import check_payloads
-from hpcsync.audit.description import check_clocks, check_job, check_rows
+from hpcsync.audit.description import check_clocks, check_job, check_link, check_rows
 from hpcsync.audit.gradient_norms import check_norms
 from hpcsync.audit.invariants import check_invariants
 from hpcsync.audit.peers import check_exchanges
@@ -63,7 +63,8 @@ def audit(trace: Trace | str | Path) -> list[Check]:
 def _check_peers(trace: Trace) -> list[Check]:
     first, *checks = check_exchanges(trace)
     norms = check_norms(trace) if first.passed else []  # else values cannot be used in computations
-    return [first, *checks, *norms, *check_stalls(trace)]
+    link = check_link(trace) if first.passed else []
+    return [first, *checks, *norms, *link, *check_stalls(trace)]
 
 
 def _check_served(trace: Trace) -> list[Check]:

@@ -97,6 +97,26 @@ def test_between_hosts_the_workers_share_the_link_of_a_server(tmp_path):
     assert bsp_s == pytest.approx(N * (1.0 + 2 * 0.08 + 0.08 + 6 * 0.01), rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("hosts", "name", "value"),
+    [
+        ("aa", "message_s", 0.06),
+        ("aa", "gradient_s", 0.11),
+        ("aa", "message_s", math.nan),
+        ("aa", "gradient_s", -0.01),
+        ("ab", "message_s", 0.02),
+        ("ab", "gradient_s", 0.04),
+    ],
+)
+def test_altered_times_of_the_link_fail_the_audit(hosts, name, value, tmp_path):
+    trace = written(tmp_path, *(told(own, host, 0.02) for own, host in zip((FAST, SLOW), hosts, strict=True)))
+    assert [check.name for check in audit(trace) if not check.passed] == []
+    trace.attributes[name] = value
+    assert [check.name for check in audit(trace) if not check.passed] == [
+        "times of the link fit to the sums of gradients"
+    ]
+
+
 def test_steps_that_not_all_made_are_left_out_and_counted(tmp_path, capsys):
     trace = written(tmp_path, FAST, SLOW[:-3])
     assert len(trace.tables["updates"]) == N - 3
