@@ -394,17 +394,26 @@ def join(
 
 
 def _session_class(job: Job, rank: int) -> Callable[[Given], RankSession]:
-    """Return the class of this rank's session."""
-    from hpcsync.mpi.peer.rank0_session import Rank0Session
-    from hpcsync.mpi.peer.session import PeerSession
-    from hpcsync.mpi.server.session import FollowerSession, LeaderSession
-    from hpcsync.mpi.server.worker import WorkerSession
+    """Return the class of this rank's session; what only other ranks need is not imported."""
+    if not job.has_servers and rank > 0:
+        from hpcsync.mpi.peer.session import PeerSession
 
+        return PeerSession
     if not job.has_servers:
-        return Rank0Session if rank == 0 else PeerSession
-    if rank < job.cluster.servers:
-        return LeaderSession if rank == 0 else FollowerSession
-    return WorkerSession
+        from hpcsync.mpi.peer.rank0_session import Rank0Session
+
+        return Rank0Session
+    if rank >= job.cluster.servers:
+        from hpcsync.mpi.server.worker import WorkerSession
+
+        return WorkerSession
+    if rank > 0:
+        from hpcsync.mpi.server.session import FollowerSession
+
+        return FollowerSession
+    from hpcsync.mpi.server.leader_session import LeaderSession
+
+    return LeaderSession
 
 
 def world() -> MPI.Intracomm | None:
@@ -492,15 +501,15 @@ def _refuse_differences(comm: MPI.Intracomm, job: Job, model: torch.nn.Module) -
     tensors = {**model.state_dict(), **dict(model.named_buffers())}  # buffers need not be in the state
     state = [(key, tuple(value.shape), str(value.dtype)) for key, value in tensors.items()]
     trained = [p.requires_grad for p in model.parameters()]
-    all_ranks = comm.allgather((job.to_toml(), device_of(model).type, state, trained))
-    for rank, (job_toml, device, *its_model) in enumerate(all_ranks):
+    all_ranks = comm.allgather((repr(job), device_of(model).type, state, trained))
+    for rank, (its_job, device, *its_model) in enumerate(all_ranks):
         if its_model != [*all_ranks[0][2:]]:
             raise JobError(f"model: must have the same parameters on every rank; rank {rank}'s differ from rank 0's")
         if device != all_ranks[0][1]:
             raise JobError(
                 f"model: must be on {all_ranks[0][1]} on every rank, as on rank 0; rank {rank}'s is on {device}"
             )
-        if job_toml != all_ranks[0][0]:
+        if its_job != all_ranks[0][0]:
             raise JobError(f"connect: needs the same arguments on every rank; rank {rank}'s differ from rank 0's")
 
 

@@ -163,9 +163,9 @@ def simulate_one(job: Job, folder: Path, path: str) -> int:
     """Simulate a job in a process of its own; what it prints is in the file beside its folder that ends in ``.log``."""
     from rich.console import Console
 
+    from hpcsync.config.user_code import import_beside
     from hpcsync.run_dir import layout, lock
     from hpcsync.simulator.simulate import simulate
-    from hpcsync.workloads.registry import import_beside
 
     import_beside(Path(path))
     if folder.exists():

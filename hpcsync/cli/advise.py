@@ -96,7 +96,7 @@ class _Adviser:
     """One advice under way."""
 
     def __init__(self, path: Path, asked: Asked, n_workers: int | None) -> None:
-        from hpcsync.workloads.registry import import_beside
+        from hpcsync.config.user_code import import_beside
 
         self._asked = asked
         declared = jobs.load(path, asked.overrides)

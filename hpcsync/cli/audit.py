@@ -12,10 +12,10 @@ def main(path: Path, *, recompute: bool) -> int:
     """Audit a trace and print the result; return the exit status, 2 also if it cannot be recomputed."""
     if not recompute:
         return trace_audit.main(path)
+    from hpcsync.config.user_code import user_code
     from hpcsync.simulator import recompute as again
     from hpcsync.simulator.simulated_again import is_simulation, simulated_again
     from hpcsync.trace.reader import Trace, TraceError, load
-    from hpcsync.workloads.registry import user_code
 
     def checks(trace: Trace) -> list[trace_audit.Check]:
         if (code := user_code(trace.job)) is not None:

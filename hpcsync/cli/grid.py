@@ -207,8 +207,8 @@ def plan(
 
 def check(path: Path, runs: Iterable[Run], *, simulated: bool) -> None:
     """Raise JobError for a job that cannot run, or for a folder that holds another job."""
+    from hpcsync.config.user_code import import_beside
     from hpcsync.core.job_validation import check as check_job
-    from hpcsync.workloads.registry import import_beside
 
     import_beside(path)
     checked = set()

@@ -16,6 +16,7 @@ from hpcsync.api.connect import aborting, agree, join, world
 from hpcsync.config import job as jobs
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job, Script
+from hpcsync.config.user_code import import_beside
 from hpcsync.core.job_validation import check
 from hpcsync.core.session import Session
 from hpcsync.core.stanza_resolution import resolved
@@ -27,7 +28,7 @@ from hpcsync.system import gpu_selection
 from hpcsync.training.gradient import Replica, worker_seed
 from hpcsync.training.optimizers import OptimizerSpec
 from hpcsync.workloads.calibration import calibration
-from hpcsync.workloads.registry import build, import_beside
+from hpcsync.workloads.registry import build
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -1,6 +1,6 @@
 """Commands `run`, `simulate` and `show` in a process that is not a rank.
 
-`run` checks the job, starts the ranks, and closes the trace if the ranks could not.
+`run` checks the job file, starts the ranks, and closes the trace if the ranks could not.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import NamedTuple
 from hpcsync.cli.watch import viewed
 from hpcsync.config import job as jobs
 from hpcsync.config.job import Job
+from hpcsync.config.user_code import import_beside, user_code
 from hpcsync.run_dir import lock
-from hpcsync.system import allocation, garbage, gpu_selection, launcher
+from hpcsync.system import allocation, gpu_selection, launcher
 from hpcsync.system.process_cleanup import Will
 from hpcsync.system.signals import TO_BE_RESUMED, ending_at_once
 
@@ -177,18 +178,18 @@ def _concluded(folder: Path, ended: launcher.Ended) -> tuple[int, bool]:
 
 
 def _check(path: Path, job: Job, overrides: Sequence[str]) -> None:
-    """Raise JobError for a job that cannot run on this machine."""
+    """Raise JobError for a job that cannot run on this machine. What depends on the model is checked by rank 0."""
     jobs.refuse_simulated(job)
     _print_remarks(path, overrides)
-    with garbage.loading():
-        from hpcsync.core.job_validation import check
-        from hpcsync.workloads.registry import import_beside, user_code
+    _name_user_code(path, job)
+    _refuse_without_gpu(job.cluster.device, job.cluster.window)
 
+
+def _name_user_code(path: Path, job: Job) -> None:
+    """Print which code of the user will be imported, if any."""
     import_beside(path)
     if (code := user_code(job)) is not None:
         print(f"importing the workload from {code}", flush=True)
-    check(job)
-    _refuse_without_gpu(job.cluster.device, job.cluster.window)
 
 
 def _print_remarks(path: Path, overrides: Sequence[str]) -> None:
@@ -227,12 +228,9 @@ def simulate(
     from hpcsync.export import loggers
     from hpcsync.run_dir.progress_line import console
     from hpcsync.simulator import simulate as run
-    from hpcsync.workloads.registry import import_beside, user_code
 
     loggers.load(log)
-    import_beside(path)
-    if (code := user_code(job)) is not None:
-        print(f"importing the workload from {code}", flush=True)
+    _name_user_code(path, job)
     return run.simulate(job, out, console(), log)
 
 
@@ -269,7 +267,6 @@ def show(path: Path, overrides: Sequence[str], *, load: bool) -> None:
     _print_remarks(path, overrides)
     job = jobs.load(path, overrides)
     from hpcsync.cli.show import print_job
-    from hpcsync.workloads.registry import import_beside, user_code
 
     import_beside(path)
     if (code := user_code(job)) is not None and not load:

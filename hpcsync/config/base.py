@@ -28,7 +28,7 @@ def matching(pattern: str, what: str) -> AfterValidator:
 class Table(BaseModel):
     """A table of the job file. It reports unknown and missing keys, with those that are allowed."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(defer_build=True, extra="forbid", frozen=True, strict=True)
 
     @model_validator(mode="before")
     @classmethod

@@ -36,16 +36,43 @@ def test_light_imports_stay_light(code: str) -> None:
     assert loaded(code) == set()
 
 
+START = """
+from hpcsync.cli import app, run
+from pathlib import Path
+from hpcsync.system import launcher
+launcher.launch = lambda n, argv, **options: print("starting", n) or launcher.Ended(2)
+Path("job.toml").write_text({job!r})
+run.run(Path("job.toml"), [], None, None)
+"""
+JOB = """
+name = "a"
+workload = {name = "digits", batch_size = 8}
+optimizer = {name = "sgd", lr = 0.1}
+stop = {updates = 1}
+paradigm = {name = "bsp"}
+cluster = {servers = 2}
+"""
+
+
+def test_the_process_that_starts_ranks_leaves_torch_to_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(PACKAGE.parent))
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "SLURM_STEP_ID"):
+        monkeypatch.delenv(name, raising=False)
+    assert loaded(START.replace("{job!r}", repr(JOB))) == set()
+
+
 ON_A_RANK = """
 import sys
-import hpcsync.cli.app, hpcsync.cli.rank_main, hpcsync.mpi.server.worker, hpcsync.mpi.peer.rank0_session
+import hpcsync.cli.app, hpcsync.cli.rank_main
 import torch
+from hpcsync.api.connect import _session_class
 from hpcsync.config.job import Job
 from hpcsync.training.optimizers import OptimizerSpec, step_flat
 from hpcsync.workloads.registry import build
 
-tables = 'name = "a"\\nworkload = {name = "digits", batch_size = 8}\\noptimizer = {name = "sgd", lr = 0.1}\\n'
-job = Job.from_toml(tables + 'stop = {updates = 1}\\nparadigm = {name = "bsp"}\\n')
+job = Job.from_toml({job!r})
+_session_class(job, {rank})
 workload, weights = build(job), torch.nn.Parameter(torch.ones(64))
 optimizer = OptimizerSpec.of_job(job).build(weights)
 step_flat(optimizer, weights, torch.ones(64), 0.1)
@@ -53,21 +80,39 @@ step_flat(optimizer, weights, torch.ones(64), 0.1)
 files = {name: getattr(module, "__file__", None) or "" for name, module in sys.modules.items()}
 print(*{name.split(".")[0] for name, file in files.items() if "site-packages" in file})
 print("torch._dynamo.symbolic_convert" in sys.modules)
+print(*(name for name in sys.modules if name.startswith("hpcsync.")))
 """
 MAY_BE_LOADED = {
-    *("torch", "torchgen", "numpy", "h5py", "mpi4py", "tomli_w", "typer", "annotated_doc", "rich", "shellingham"),
+    *("torch", "torchgen", "numpy", "mpi4py", "tomli_w", "typer", "annotated_doc", "shellingham"),
     *("pydantic", "pydantic_core", "annotated_types", "typing_extensions", "typing_inspection", "_distutils_hack"),
 }
 
 
-@pytest.mark.parametrize(("more", "loaded_too"), [("", set()), ("import sklearn", {"sklearn", "scipy", "joblib"})])
-def test_what_a_rank_imports_until_its_first_step(more: str, loaded_too: set[str]) -> None:
-    """Everything else, such as the compiler of torch, would cost every rank time at its start."""
-    code = ON_A_RANK.replace("{more}", more)
+def loaded_on_a_rank(rank: int, paradigm: str, more: str = "") -> tuple[set[str], str, set[str]]:
+    """Return packages, whether torch's compiler is loaded, and modules of hpcsync on this rank at its first step."""
+    job = JOB if paradigm == "bsp" else JOB.replace('"bsp"', f'"{paradigm}"').replace("servers = 2", "")
+    code = ON_A_RANK.replace("{more}", more).replace("{job!r}", repr(job)).replace("{rank}", str(rank))
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
-    assert loaded_too <= set(found[-2].split()) - MAY_BE_LOADED
-    if not more:
-        assert set(found[-2].split()) <= MAY_BE_LOADED and found[-1] == "False"
+    return set(found[-3].split()), found[-2], set(found[-1].split())
+
+
+def test_what_rank_0_imports_until_its_first_step() -> None:
+    """Everything else, such as the compiler of torch, would cost every rank time at its start."""
+    packages, has_compiler, _ = loaded_on_a_rank(0, "bsp")
+    assert packages <= MAY_BE_LOADED | {"h5py", "rich"} and has_compiler == "False"
+
+
+@pytest.mark.parametrize(("rank", "paradigm"), [(1, "bsp"), (2, "bsp"), (1, "allreduce")])
+def test_other_ranks_do_not_import_what_records_the_run(rank: int, paradigm: str) -> None:
+    packages, has_compiler, modules = loaded_on_a_rank(rank, paradigm)
+    assert packages <= MAY_BE_LOADED and has_compiler == "False"
+    assert not {name for name in modules if name.startswith(("hpcsync.mpi.rank0", "hpcsync.trace.writer"))}
+
+
+def test_what_a_rank_does_not_need_would_be_seen() -> None:
+    packages, _, modules = loaded_on_a_rank(0, "bsp", "import sklearn")
+    assert {"sklearn", "scipy", "joblib", "h5py"} <= packages - MAY_BE_LOADED
+    assert "hpcsync.mpi.rank0.run_recorder" in modules
 
 
 def test_a_script_gets_what_it_asks_for() -> None:

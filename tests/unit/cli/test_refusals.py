@@ -56,8 +56,7 @@ def is_refused(result: Result, line: str) -> None:
             "paradigm.staleness_max=1",
             "paradigm.staleness_max = 1: must be at least paradigm.staleness_min = 3",
         ),
-        ("cluster.servers=20000", "cluster.servers = 20000: must be at most the model's "),
-        ("optimizer.momentum=-1", 'optimizer = {"momentum": -1}: torch says: '),
+        ("stop.samples=0", "stop.samples = 0: must be "),
     ],
 )
 def test_a_bad_job_is_told_in_one_line_and_nothing_starts(tmp_path: Path, override: str, line: str) -> None:

@@ -99,9 +99,8 @@ def test_a_trace_is_never_overwritten(path: Path, ranks: Ranks) -> None:
     ("override", "message"),
     [
         ("seed=x", 'seed = "x": must be a whole number'),
-        ("cluster.servers=4", "cluster.servers = 4: must be at most the model's 3 parameters"),
-        ("optimizer.name=sdg", 'optimizer.name = "sdg": must be one of '),
-        ("optimizer.momentun=1", "optimizer.momentun = 1: must be an option of torch.optim.SGD"),
+        ("paradigm.name=apt", 'paradigm.name = "apt": must be one of '),
+        ("paradigm.stalenes=1", "paradigm.stalenes = 1: unknown key; must be one of "),
     ],
 )
 def test_no_rank_starts_for_a_wrong_job(path: Path, ranks: Ranks, override: str, message: str) -> None:
@@ -286,18 +285,17 @@ def test_status_75_reaches_the_batch_system(path: Path, ranks: Ranks) -> None:
     assert run.run(path, [], None, Path("o")) == 75
 
 
-def test_a_workload_may_be_beside_the_job_file(path: Path, ranks: Ranks) -> None:
+def test_a_workload_beside_the_job_file_is_named_and_left_to_the_ranks(
+    path: Path, ranks: Ranks, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = path.parent / "elsewhere"
     folder.mkdir()
-    (folder / "front_test_workload.py").write_text(
-        "import torch\n"
-        "from hpcsync.workloads.registry import Workload\n"
-        "def make(size):\n"
-        "    return Workload(torch.nn.Linear(size, 1), None, None, None)\n"
-    )
+    code = folder / "front_test_workload.py"
+    code.write_text("raise SystemExit(77)")
     job = folder / "own.toml"
     job.write_text(TOML.replace('"timing", parameters = 3', '"front_test_workload:make", options = {size = 3}'))
     assert run.run(job, [], None, Path("o")) == 0
+    assert capsys.readouterr().out == f"importing the workload from module front_test_workload ({code})\n"
 
 
 def test_keys_dropped_by_an_override_are_reported(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
