@@ -15,7 +15,7 @@ READER_LEFT = 128 + signal.SIGPIPE  # exit status that shells give a program whi
 
 
 class _Pipe(io.FileIO):
-    """Pipe that takes everything, also when nobody reads it any more."""
+    """Pipe that accepts all data; once its reader has left, the data is dropped."""
 
     reader_left = False
 
@@ -29,7 +29,7 @@ class _Pipe(io.FileIO):
 
 
 def reader_left() -> bool:
-    """Return True if nobody reads the standard output any more, as far as a write has shown."""
+    """Return True if the reader of the standard output has left, as far as a write has shown."""
     return isinstance(raw := getattr(getattr(sys.stdout, "buffer", None), "raw", None), _Pipe) and raw.reader_left
 
 
@@ -47,7 +47,8 @@ def reader_may_leave() -> Iterator[None]:
         yield
         return
     own, pipe = sys.stdout, _Pipe(sys.stdout.fileno(), "wb", closefd=False)
-    sys.stdout = io.TextIOWrapper(io.BufferedWriter(pipe), own.encoding, own.errors, write_through=False)
+    by_line = getattr(own, "write_through", False)  # with PYTHONUNBUFFERED a line is written when it is printed
+    sys.stdout = io.TextIOWrapper(io.BufferedWriter(pipe), own.encoding, own.errors, line_buffering=by_line)
     status: Any = 0
     try:
         yield

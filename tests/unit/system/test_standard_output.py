@@ -39,6 +39,13 @@ def test_a_program_comes_to_its_end(status: int, expected: int) -> None:
     assert (program.returncode, program.stderr) == (expected, "to its end True\n")
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_unbuffered_output_is_written_when_it_is_printed(monkeypatch: pytest.MonkeyPatch, unbuffered: str) -> None:
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    program = without_a_reader("-c", FORGIVING.format(status=0).replace(", flush=True", ""))
+    assert (program.returncode, program.stderr) == (READER_LEFT, f"to its end {bool(unbuffered)}\n")
+
+
 def test_one_with_plain_output_does_not() -> None:
     program = without_a_reader("-c", PLAIN)
     assert "BrokenPipeError" in program.stderr and "to its end" not in program.stderr
