@@ -271,7 +271,8 @@ def _link(told: Sequence[Told], comm_s: np.ndarray, n_bytes: int) -> dict[str, f
     Notes
     -----
     A ring of P workers sends 2 (P - 1) messages one after another, and 2 (P - 1) / P times the bytes over each link.
-    On one host there is no link: a worker copies its gradient into the server's memory.
+    On one host there is no link: a worker copies its gradient into the server's memory. The time of a copy from a GPU
+    is not measured, so that of the bytes of the all-reduces stands for it.
     """
     if (n_hops := 2 * (len(told) - 1)) == 0:
         return {}

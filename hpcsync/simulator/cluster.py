@@ -70,8 +70,10 @@ def build(job: Job, workload: Workload, recorded: RecordedRun | None = None) -> 
             Device(each.seconds(), changes_of(job, worker, recorded.changes)) for worker, each in enumerate(times)
         ]
         transfers: Transfers = Timed(loop, lambda worker, iteration: times[worker].steps(iteration))
-        if recorded.link is not None:
-            transfers = Networked(loop, recorded.link.network(sum(shard_bytes), len(times)), roles, shard_bytes)
+        if (link := recorded.link) is not None:
+            network = link.network(sum(shard_bytes), len(times))
+            colocated = cluster.colocated and link.shared  # on one host no link is shared
+            transfers = Networked(loop, network, roles, shard_bytes, colocated=colocated)
         return SimulatedCluster(loop, shard_bytes, devices, transfers)
     if cluster.compute is None:
         raise JobError(

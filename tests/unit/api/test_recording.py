@@ -11,6 +11,7 @@ from hpcsync.config.errors import JobError
 from hpcsync.report.waiting import waits
 from hpcsync.simulator.what_if import study
 from hpcsync.trace.reader import load
+from tests.unit.simulator.running import simulate, timing_job
 
 N = 20
 # Worker 1 computes for twice as long; the sum takes 0.1 s after it is ready.
@@ -115,6 +116,20 @@ def test_altered_times_of_the_link_fail_the_audit(hosts, name, value, tmp_path):
     assert [check.name for check in audit(trace) if not check.passed] == [
         "times of the link fit to the sums of gradients"
     ]
+
+
+def test_a_simulation_with_times_from_a_recording_uses_its_link(tmp_path):
+    """A server on worker 0's node shares its link, and worker 0 moves no bytes; on one host no link is shared."""
+    for hosts, slow_s in (("ab", {False: 3 * 0.08, True: 2 * 0.08}), ("aa", {False: 2 * 0.05, True: 2 * 0.05})):
+        each = [told(own, host, numbers_s=0.02) for own, host in zip((FAST, SLOW), hosts, strict=True)]
+        folder = tmp_path / hosts
+        written(folder, *each)
+        for colocated, bytes_s in slow_s.items():
+            cluster = {"times_from": str(folder / "run"), "colocated": colocated}
+            workload = {"name": "timing", "batch_size": 8}
+            job = timing_job(workers=2, stop={"updates": N}, workload=workload, cluster=cluster)
+            trace = simulate(job, tmp_path / f"{hosts}-{colocated}.h5")
+            assert trace.tables["updates"]["now_s"][-1] == pytest.approx(N * (1.0 + bytes_s + 6 * 0.01), rel=0.05)
 
 
 def test_steps_that_not_all_made_are_left_out_and_counted(tmp_path, capsys):
