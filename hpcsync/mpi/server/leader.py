@@ -205,7 +205,8 @@ class Leader:
                 if worker in deferred or self._coordinator.is_pending(worker):
                     self._command([CommandRecord(messages.CommandKind.KEEP, to(worker))])
             self._command([CommandRecord(messages.CommandKind.SAVE, to(0, number))])
-        saver.commit_if_complete()
+        if not self._norm_parts:  # the trace has the norms of all updates of the checkpoint
+            saver.commit_if_complete()
 
     def _newly_dead(self) -> list[int]:
         """Return the workers that have died but still take part."""

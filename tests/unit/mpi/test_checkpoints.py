@@ -17,6 +17,7 @@ from hpcsync.compression import ErrorFeedback
 from hpcsync.config.job import Job
 from hpcsync.core.coordinator import Coordinator
 from hpcsync.mpi.rank0.checkpointing import Checkpointer
+from hpcsync.mpi.server.leader import Leader
 from hpcsync.run_dir import checkpoint, layout
 from hpcsync.run_dir.checkpoint_files import read_manifest, read_part
 from hpcsync.trace.reader import load
@@ -120,6 +121,26 @@ def test_state_that_is_not_restored_changes_the_bits(comm, only, folder, monkeyp
     weights, resumed = both(comm, job("bsp", comm.size - 1, **tables), folder)
     if comm.rank == 0:
         assert (weights != resumed).any()
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("forgets", [False, True], ids=["", "without-contribution"])
+def test_a_contribution_that_waits_for_others_is_saved(comm, only, folder, monkeypatch, forgets):
+    """The first checkpoint begins between the pushes of an update, as after a signal; without it, it is the control."""
+    only(3)
+    handle = Leader._handle
+
+    def asking(self: Leader, now_s: float, record: tuple[Any, ...]) -> None:
+        handle(self, now_s, record)
+        if self._coordinator._pending and self._saver.number == 0:
+            self._saver.ask(suspending=False)
+
+    monkeypatch.setattr(Leader, "_handle", asking)
+    if forgets:
+        monkeypatch.setattr(Coordinator, "is_pending", lambda self, worker: False)
+    weights, resumed = both(comm, job("bsp", comm.size - 1), folder)
+    if comm.rank == 0:
+        assert forgets != (weights == resumed).all()
 
 
 def script(comm: MPI.Intracomm, out: Path, paradigm: str, *, resume: bool = False) -> torch.Tensor:
