@@ -205,7 +205,11 @@ def advise(setting: Setting, measured: Path, out: Path, processes: int) -> dict[
     found: dict[str, Any] = json.loads((folder / "advice.json").read_text(encoding="utf-8"))
     if found["indistinguishable"]:
         times = {row["label"]: row["time_s"]["mean"] for row in found["ranking"] if row["time_s"]}
-        found["advised"] = simplest(found["indistinguishable"], times)  # as today, also of an advice of before
+        advised = simplest(found["indistinguishable"], times)  # as today, also of an advice of before
+        if advised != found["advised"]:  # whose prediction is not of this candidate
+            last = found["trials"][-1]["candidates"]
+            (found["predicted"],) = (row["predicted"] for row in last if row["label"] == advised)
+        found["advised"] = advised
     summaries = folder.glob(f"trial-*/*/*/{layout.SUMMARY}")
     found["samples"] = sum(json.loads(each.read_text(encoding="utf-8"))["samples"] for each in summaries)
     return found | json.loads(cost.read_text(encoding="utf-8"))

@@ -130,7 +130,7 @@ def measure(problem: Problem, folder: Path) -> dict[str, Any]:
     reached_s = {
         f"loss_{loss}_s": float(evaluations["now_s"][evaluations["loss"] <= loss].min()) for loss in problem.losses
     }
-    tested = problem.test is not None and arm == ARM
+    test = problem.test if arm == ARM else None
     return {
         "setting": setting,
         "arm": arm,
@@ -139,8 +139,8 @@ def measure(problem: Problem, folder: Path) -> dict[str, Any]:
         "duration_s": duration_s,
         **reached_s,
         "loss_s": float(np.exp(np.mean(np.log([*reached_s.values()])))),
-        "loss": evaluations["loss"][late].mean(),
-        "accuracy": problem.test(folder) if tested and problem.test else evaluations["accuracy"][late].mean(),
+        "loss": evaluations["loss"][late].mean(skipna=False),  # NaN of a run that diverges at its end
+        "accuracy": evaluations["accuracy"][late].mean() if test is None else test(folder),
     }
 
 

@@ -90,6 +90,20 @@ def test_every_job_is_valid_and_stragglers_follow_from_the_seed():
     assert 0.05 < slow_s / (advise.WORKERS * advise.EVENTS_S) < 0.25
 
 
+@pytest.mark.parametrize(("before", "seconds"), [("asp", 4.0), ("bsp", 9.0)])
+def test_an_earlier_advice_that_chose_another_candidate_does_not_predict_this_one(tmp_path, before, seconds):
+    times = {"bsp": 4.0, "asp": 4.1}  # so near that the simplest is advised
+    setting = advise.Setting("digits", "equal", 0.0)
+    rows = [{"label": label, "predicted": {"seconds": s}, "time_s": {"mean": s}} for label, s in times.items()]
+    found = {"advised": before, "predicted": {"seconds": 9.0}, "indistinguishable": list(times), "ranking": rows}
+    (tmp_path / str(setting)).mkdir()
+    advice = found | {"trials": [{"candidates": rows}]}
+    (tmp_path / str(setting) / "advice.json").write_text(json.dumps(advice))
+    (tmp_path / f"{setting}-cost.json").write_text("{}")
+    chosen = advise.advise(setting, tmp_path, tmp_path, 1)
+    assert (chosen["advised"], chosen["predicted"]["seconds"]) == ("bsp", seconds)
+
+
 def test_one_setting_is_advised_on_and_run_and_nothing_is_repeated(tmp_path, monkeypatch):
     """Ranks are replaced by simulations of the same jobs."""
     from hpcsync.cli import advice_trials
