@@ -206,13 +206,13 @@ def examined(trial: Trial, folder: Path, place: Place, *, resumes: bool) -> Foun
             wrong.append(f"processes left: {[' '.join(p.cmdline())[:80] for p in left]}")
     finally:
         program.kill()
-    beside = any(process.name() == PROXY for process in psutil.process_iter())
+    beside = any(process.info["name"] == PROXY for process in psutil.process_iter(["name"]))
     status = program.status
     if names := sorted(p.name for p in temporary.iterdir()):
         wrong.append(f"temporary: {names}")
     if names := sorted(str(segment) for segment in place.segments() - memory):
         wrong.append(f"segments: {names}")
-    # While another launch lives, nobody knows whose files they are, and `hpcsync run` leaves them.
+    # While another launch lives, its files cannot be told from this one's, and `hpcsync run` leaves them.
     names = sorted(str(path) for path in set(Path("/tmp").glob(TOPOLOGY)) - topologies)
     if names and not beside:
         wrong.append(f"topologies: {names}")
