@@ -256,7 +256,7 @@ def _copy_s(n_bytes: int) -> float:
     return float(np.median(times_s))
 
 
-def _link(told: Sequence[Told], comm_s: np.ndarray, n_bytes: int) -> dict[str, float]:
+def _link(told: Sequence[Told], comm_s: np.ndarray) -> dict[str, float]:
     """Return the times of a message, and of the bytes of a gradient over one link, as attributes of the trace.
 
     Parameters
@@ -265,8 +265,6 @@ def _link(told: Sequence[Told], comm_s: np.ndarray, n_bytes: int) -> dict[str, f
         Of each worker.
     comm_s
         Transfer times of the all-reduces, shape (n_steps,).
-    n_bytes
-        Size of a gradient.
 
     Notes
     -----
@@ -279,7 +277,7 @@ def _link(told: Sequence[Told], comm_s: np.ndarray, n_bytes: int) -> dict[str, f
     numbers_s = float(np.array([each.numbers_s for each in told]).min(axis=0).mean())
     copy_s = float(np.mean([each.copy_s for each in told]))
     if len({each.host for each in told}) > 1 or math.isnan(copy_s):
-        copy_s = max(0.0, float(comm_s.mean()) - numbers_s) * n_bytes / ring_bytes(n_bytes, len(told))
+        copy_s = max(0.0, float(comm_s.mean()) - numbers_s) * len(told) / n_hops
     return {"message_s": numbers_s / n_hops, "gradient_s": copy_s}
 
 
@@ -327,7 +325,7 @@ def write(job: Job, told: Sequence[Told], out: str | Path | None) -> Path:
     folder = layout.choose(job, out)
     layout.create(folder, job)
     attributes = provenance(job, engine=ENGINE, mpi_library=None, hosts=[each.host for each in told])
-    attributes |= _link(told, comm_s, int(n_bytes[0, -1]))
+    attributes |= _link(told, comm_s)
     with TraceWriter(folder / layout.TRACE, attributes) as trace:
         trace.append("starts", (0, 0.0, 0, attributes["created"], launcher.batch_job()))
         for worker, each in enumerate(told):  # a sum arrives within the time of its transfer

@@ -118,6 +118,14 @@ def test_altered_times_of_the_link_fail_the_audit(hosts, name, value, tmp_path):
     ]
 
 
+def test_a_gradient_that_a_ring_does_not_divide_passes_the_audit(tmp_path):
+    """4000 bytes of three processes; four messages take 0.02 s, the rest of 0.1 s is 4 / 3 of a gradient's time."""
+    hosts = ((FAST, "a"), (FAST, "a"), (SLOW, "b"))
+    trace = written(tmp_path, *(told(own, host, numbers_s=0.02) for own, host in hosts))
+    assert trace.attributes["gradient_s"] == pytest.approx(0.08 * 3 / 4, rel=1e-9)
+    assert [check.name for check in audit(trace) if not check.passed] == []
+
+
 def test_a_simulation_with_times_from_a_recording_uses_its_link(tmp_path):
     """A server on worker 0's node shares its link, and worker 0 moves no bytes; on one host no link is shared."""
     for hosts, slow_s in (("ab", {False: 3 * 0.08, True: 2 * 0.08}), ("aa", {False: 2 * 0.05, True: 2 * 0.05})):
