@@ -59,8 +59,8 @@ class Step(NamedTuple):
     lr: float = math.nan
 
 
-class Told(NamedTuple):
-    """What a process tells process 0 at the end.
+class Measured(NamedTuple):
+    """What a process measured, for process 0.
 
     Parameters
     ----------
@@ -93,7 +93,7 @@ def record(out: str | Path | None = None, *, name: str | None = None) -> "Record
     Returns
     -------
     Recorder
-        Its method `loading` wraps a data loader, so that loading is told from computation. Rank 0 writes the trace when
+        Its method `loading` wraps a data loader, so that loading is not counted as computing. Rank 0 writes the trace when
         the block ends, after a collective call of all processes.
 
     Raises
@@ -152,12 +152,12 @@ class Recorder:
             return
         given: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         with _group_of_all() as group:
-            dist.gather_object(self._told(self._module, group), given, group=group)
+            dist.gather_object(self._measure(self._module, group), given, group=group)
         if given is not None:
             job = _job(self._name, self._optimizer, self.steps[0].lr if self.steps else math.nan, len(given))
             write(job, given, self._out)
 
-    def _told(self, module: DistributedDataParallel, group: dist.ProcessGroup) -> Told:
+    def _measure(self, module: DistributedDataParallel, group: dist.ProcessGroup) -> Measured:
         """Measure the link, together with all other processes, and return this with the steps."""
         number = torch.zeros(1, device=next(module.parameters()).device)
         numbers_s = []
@@ -167,7 +167,7 @@ class Recorder:
             dist.all_reduce(number, group=group)
             numbers_s.append(_now(number) - begin_s)
         copy_s = math.nan if number.is_cuda or not self.steps else _copy_s(self.steps[-1].n_bytes)
-        return Told(socket.gethostname(), np.array(self.steps), np.array(numbers_s[1:]), copy_s)
+        return Measured(socket.gethostname(), np.array(self.steps), np.array(numbers_s[1:]), copy_s)
 
     def loading(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches of a loader, and measure how long each takes to come."""
@@ -256,12 +256,12 @@ def _copy_s(n_bytes: int) -> float:
     return float(np.median(times_s))
 
 
-def _link(told: Sequence[Told], comm_s: np.ndarray) -> dict[str, float]:
+def _link(measured: Sequence[Measured], comm_s: np.ndarray) -> dict[str, float]:
     """Return the times of a message, and of the bytes of a gradient over one link, as attributes of the trace.
 
     Parameters
     ----------
-    told
+    measured
         Of each worker.
     comm_s
         Transfer times of the all-reduces, shape (n_steps,).
@@ -272,12 +272,12 @@ def _link(told: Sequence[Told], comm_s: np.ndarray) -> dict[str, float]:
     On one host there is no link: a worker copies its gradient into the server's memory. The time of a copy from a GPU
     is not measured, so that of the bytes of the all-reduces stands for it.
     """
-    if (n_hops := 2 * (len(told) - 1)) == 0:
+    if (n_hops := 2 * (len(measured) - 1)) == 0:
         return {}
-    numbers_s = float(np.array([each.numbers_s for each in told]).min(axis=0).mean())
-    copy_s = float(np.mean([each.copy_s for each in told]))
-    if len({each.host for each in told}) > 1 or math.isnan(copy_s):
-        copy_s = max(0.0, float(comm_s.mean()) - numbers_s) * len(told) / n_hops
+    numbers_s = float(np.array([each.numbers_s for each in measured]).min(axis=0).mean())
+    copy_s = float(np.mean([each.copy_s for each in measured]))
+    if len({each.host for each in measured}) > 1 or math.isnan(copy_s):
+        copy_s = max(0.0, float(comm_s.mean()) - numbers_s) * len(measured) / n_hops
     return {"message_s": numbers_s / n_hops, "gradient_s": copy_s}
 
 
@@ -294,14 +294,14 @@ def _own_times(steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return began_s - began_s.min(), ended_s - began_s.min()
 
 
-def write(job: Job, told: Sequence[Told], out: str | Path | None) -> Path:
+def write(job: Job, measured: Sequence[Measured], out: str | Path | None) -> Path:
     """Write the trace of a recorded run; return its folder.
 
     Parameters
     ----------
     job
         All-reduce with a worker for each process.
-    told
+    measured
         Of each worker. Steps that not all workers made are left out.
     out
         As of `record`.
@@ -311,12 +311,12 @@ def write(job: Job, told: Sequence[Told], out: str | Path | None) -> Path:
     JobError
         If there is no step, or the folder cannot be written.
     """
-    n_workers, n_steps = len(told), min(len(each.steps) for each in told)
+    n_workers, n_steps = len(measured), min(len(each.steps) for each in measured)
     if not n_steps:
         raise JobError("record: no step was made")
-    if n_left_out := max(len(each.steps) for each in told) - n_steps:
+    if n_left_out := max(len(each.steps) for each in measured) - n_steps:
         print(f"hpcsync: record: {n_left_out} steps that not all workers made are left out", file=sys.stderr)
-    of_all = np.array([each.steps[:n_steps] for each in told])
+    of_all = np.array([each.steps[:n_steps] for each in measured])
     load_s, compute_s, sum_s, _, samples, n_bytes, lr = np.moveaxis(of_all, 2, 0)  # shape (n_workers, n_steps) each
     comm_s = sum_s.min(axis=0)
     began_s, ended_s = _own_times(of_all)
@@ -324,11 +324,11 @@ def write(job: Job, told: Sequence[Told], out: str | Path | None) -> Path:
     all_ended_s = ended_s.max(axis=0)
     folder = layout.choose(job, out)
     layout.create(folder, job)
-    attributes = provenance(job, engine=ENGINE, mpi_library=None, hosts=[each.host for each in told])
-    attributes |= _link(told, comm_s)
+    attributes = provenance(job, engine=ENGINE, mpi_library=None, hosts=[each.host for each in measured])
+    attributes |= _link(measured, comm_s)
     with TraceWriter(folder / layout.TRACE, attributes) as trace:
         trace.append("starts", (0, 0.0, 0, attributes["created"], launcher.batch_job()))
-        for worker, each in enumerate(told):  # a sum arrives within the time of its transfer
+        for worker, each in enumerate(measured):  # a sum arrives within the time of its transfer
             trace.append("clocks", (0, worker, each.host, 0.0, float(np.median(comm_s))))
         coordinator = PeerCoordinator(job, trace)
         for step, worker in np.ndindex(n_steps, n_workers):

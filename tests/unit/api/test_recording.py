@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from hpcsync.api.recording import Recorder, Step, Told, _job, write
+from hpcsync.api.recording import Measured, Recorder, Step, _job, write
 from hpcsync.audit.trace_audit import audit
 from hpcsync.config.errors import JobError
 from hpcsync.report.waiting import waits
@@ -19,13 +19,13 @@ FAST = [Step(0.1, 0.4, 0.6, 5.0 + 1.1 * i, 8, 4000, 0.5) for i in range(N)]
 SLOW = [Step(0.0, 1.0, 0.1, 9.0 + 1.1 * i, 8, 4000, 0.5) for i in range(N)]  # another clock
 
 
-def told(steps, host="a", numbers_s=0.0, copy_s=0.05):
-    return Told(host, np.array(steps), np.full(3, numbers_s), copy_s)
+def measured(steps, host="a", numbers_s=0.0, copy_s=0.05):
+    return Measured(host, np.array(steps), np.full(3, numbers_s), copy_s)
 
 
 def written(tmp_path, *each):
     job = _job("loop", "sgd", 0.5, len(each))
-    return load(write(job, [one if isinstance(one, Told) else told(one) for one in each], tmp_path / "run"))
+    return load(write(job, [one if isinstance(one, Measured) else measured(one) for one in each], tmp_path / "run"))
 
 
 def test_waiting_is_what_exceeds_the_shortest_sum(tmp_path):
@@ -80,7 +80,7 @@ def test_a_process_that_enters_the_block_late_keeps_only_its_own_time(tmp_path):
 
 def test_on_one_host_a_gradient_is_copied_and_a_cycle_has_six_messages(tmp_path):
     """The workers' copies do not slow each other."""
-    each = [told(own, numbers_s=0.02, copy_s=0.05) for own in (FAST, SLOW)]
+    each = [measured(own, numbers_s=0.02, copy_s=0.05) for own in (FAST, SLOW)]
     found = study(written(tmp_path, *each), [{"name": "bsp"}])
     assert found.replayed_s == pytest.approx(1.1 * N)
     (bsp_s,) = found.others_s.values()  # 2 messages of a ring of two processes take 0.02 s
@@ -89,7 +89,7 @@ def test_on_one_host_a_gradient_is_copied_and_a_cycle_has_six_messages(tmp_path)
 
 def test_between_hosts_the_workers_share_the_link_of_a_server(tmp_path):
     """Of the all-reduce's 0.1 s, 0.02 s are its two messages; the rest are 2 (n - 1) / n = 1 times the bytes."""
-    each = [told(own, host, numbers_s=0.02) for own, host in ((FAST, "a"), (SLOW, "b"))]
+    each = [measured(own, host, numbers_s=0.02) for own, host in ((FAST, "a"), (SLOW, "b"))]
     trace = written(tmp_path, *each)
     assert trace.attributes["message_s"] == pytest.approx(0.01)
     assert trace.attributes["gradient_s"] == pytest.approx(0.08)
@@ -110,7 +110,7 @@ def test_between_hosts_the_workers_share_the_link_of_a_server(tmp_path):
     ],
 )
 def test_altered_times_of_the_link_fail_the_audit(hosts, name, value, tmp_path):
-    trace = written(tmp_path, *(told(own, host, 0.02) for own, host in zip((FAST, SLOW), hosts, strict=True)))
+    trace = written(tmp_path, *(measured(own, host, 0.02) for own, host in zip((FAST, SLOW), hosts, strict=True)))
     assert [check.name for check in audit(trace) if not check.passed] == []
     trace.attributes[name] = value
     assert [check.name for check in audit(trace) if not check.passed] == [
@@ -121,7 +121,7 @@ def test_altered_times_of_the_link_fail_the_audit(hosts, name, value, tmp_path):
 def test_a_gradient_that_a_ring_does_not_divide_passes_the_audit(tmp_path):
     """4000 bytes of three processes; four messages take 0.02 s, the rest of 0.1 s is 4 / 3 of a gradient's time."""
     hosts = ((FAST, "a"), (FAST, "a"), (SLOW, "b"))
-    trace = written(tmp_path, *(told(own, host, numbers_s=0.02) for own, host in hosts))
+    trace = written(tmp_path, *(measured(own, host, numbers_s=0.02) for own, host in hosts))
     assert trace.attributes["gradient_s"] == pytest.approx(0.08 * 3 / 4, rel=1e-9)
     assert [check.name for check in audit(trace) if not check.passed] == []
 
@@ -129,7 +129,7 @@ def test_a_gradient_that_a_ring_does_not_divide_passes_the_audit(tmp_path):
 def test_a_simulation_with_times_from_a_recording_uses_its_link(tmp_path):
     """A server on worker 0's node shares its link, and worker 0 moves no bytes; on one host no link is shared."""
     for hosts, slow_s in (("ab", {False: 3 * 0.08, True: 2 * 0.08}), ("aa", {False: 2 * 0.05, True: 2 * 0.05})):
-        each = [told(own, host, numbers_s=0.02) for own, host in zip((FAST, SLOW), hosts, strict=True)]
+        each = [measured(own, host, numbers_s=0.02) for own, host in zip((FAST, SLOW), hosts, strict=True)]
         folder = tmp_path / hosts
         written(folder, *each)
         for colocated, bytes_s in slow_s.items():
@@ -148,7 +148,7 @@ def test_steps_that_not_all_made_are_left_out_and_counted(tmp_path, capsys):
 
 def test_nothing_recorded_is_an_error(tmp_path):
     with pytest.raises(JobError, match="no step was made"):
-        write(_job("loop", "sgd", math.nan, 1), [told(np.zeros((0, 7)))], tmp_path / "run")
+        write(_job("loop", "sgd", math.nan, 1), [measured(np.zeros((0, 7)))], tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
