@@ -93,8 +93,8 @@ def record(out: str | Path | None = None, *, name: str | None = None) -> "Record
     Returns
     -------
     Recorder
-        Its method `loading` wraps a data loader, so that loading is not counted as computing. Rank 0 writes the trace when
-        the block ends, after a collective call of all processes.
+        Its method `loading` wraps a data loader, so that loading is not counted as computing. Rank 0 writes the
+        trace when the block ends, after a collective call of all processes.
 
     Raises
     ------
