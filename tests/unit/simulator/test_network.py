@@ -514,7 +514,7 @@ def check_one_server(seed, n=12):
     case = [1.0] * (n + 1), [random.uniform(0.5, 8.0)] + [1.0] * n, 0.0, transfers
     quick = arrivals(*case)[0]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SharedLinks, "_slows_all", lambda *args: False)
+        patch.setattr(module._Link, "slows_all", lambda *args: False)
         assert arrivals(*case)[0] == quick
 
 
@@ -524,7 +524,7 @@ def test_a_link_known_to_slow_all_needs_no_computation(seed):
 
 
 def test_a_link_wrongly_believed_to_slow_all_is_caught(monkeypatch):
-    monkeypatch.setattr(module._Link, "fair", property(lambda link: 0.9 * link.capacity / link.n_flows))
+    monkeypatch.setattr(module._Link, "slows_all", lambda link, n_flows, n_own: n_own == n_flows)
     with pytest.raises(AssertionError):
         check_one_server(1)
 
