@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from hpcsync.audit.check import Check
@@ -200,7 +199,7 @@ class _Replay:
                 for worker, size, inputs in allocated
             ),
             *(
-                replace(action, inputs=(*action.inputs, *unknown * n_own)) if isinstance(action, Decision) else action
+                action._replace(inputs=(*action.inputs, *unknown * n_own)) if isinstance(action, Decision) else action
                 for action in actions
             ),
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import heapq
 import random
 import time
@@ -26,11 +27,14 @@ PARADIGMS: dict[str, dict[str, float | str]] = {
 
 def measure(workers: Sequence[int] = WORKERS, pushes_per_worker: int = 100, repetitions: int = 5) -> list[Figure]:
     """Measure each paradigm beside itself with the smallest number of workers; the ratio is the growth."""
-    return [
-        figure
-        for name, options in PARADIGMS.items()
-        for figure in _measure(name, options, workers, pushes_per_worker, repetitions)
-    ]
+    try:
+        return [
+            figure
+            for name, options in PARADIGMS.items()
+            for figure in _measure(name, options, workers, pushes_per_worker, repetitions)
+        ]
+    finally:
+        gc.unfreeze()
 
 
 def _measure(
@@ -38,6 +42,7 @@ def _measure(
 ) -> list[Figure]:
     makes = [partial(create, name, n, **options) for n in workers]
     schedules = [schedule(make(), max(200, n) * pushes_per_worker) for n, make in zip(workers, makes, strict=True)]
+    gc.freeze()  # a collection during a decision would visit all of these pushes
     cases = list(zip(makes, schedules, strict=True))
     limit = f"with {workers[0]} workers"
     every = in_turn(repetitions, *(partial(every_us, make, events) for make, (events, _) in cases))

@@ -245,6 +245,17 @@ class ADSP(Paradigm):
     def _continue(self, worker: int) -> Grant:
         return self._grant_steps(worker, UNTIL, self._commit_s(worker, self._now_s))
 
+    def _continue_all(self) -> list[Grant]:
+        """Return the grants of all blocked workers, each as by `_continue`; a thousand workers may have stopped."""
+        workers, least_s, overhead_s = sorted(self._blocked_since_s), self._interval_min_s, self._overhead_s
+        most_s = max(self._stop_s - self._now_s, SHORTEST * self._period_s)
+        if self._search is None and self._cumulative:
+            wanted_s = [self._period_s / self._rate(i) - overhead_s[i] for i in workers]
+        else:
+            every_s = self._period_s / self._rate(workers[0])
+            wanted_s = [every_s - overhead_s[i] for i in workers]
+        return self._grant_blocked(UNTIL, [min(max(least_s, one_s), most_s) for one_s in wanted_s])
+
     def _check_if_due(self, worker: int) -> None:
         """Make the check that was due before this worker's push, if any; begin a search if it is time (b)."""
         rose = False
@@ -269,7 +280,8 @@ class ADSP(Paradigm):
 
     def _loss(self) -> float:
         """Return the global loss, NaN if it is not known (a)."""
-        losses = [self._losses[i] for i in self._progress.active]
+        active = self._progress.active
+        losses = self._losses if len(active) == self.n_workers else [self._losses[i] for i in active]
         return math.fsum(losses) / len(losses) if losses else math.nan
 
     def _pass_barrier(self, worker: int) -> list[Action]:
@@ -280,7 +292,7 @@ class ADSP(Paradigm):
         if self._search is not None:
             self._trial_s, self._points, self._stop_s = self._now_s, [], self._now_s + self._period_s
             self._sample(0.0)
-        return [*rows, *(self._continue(blocked) for blocked in sorted(self._blocked_since_s))]
+        return [*rows, *self._continue_all()]
 
     def _end_trial(self, worker: int, search: Search) -> list[Decision]:
         c = search.next_to_evaluate

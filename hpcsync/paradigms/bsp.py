@@ -70,7 +70,7 @@ class BSP(Paradigm):
             return []
         update = Apply(tuple(sorted(self._contributed)))
         self._contributed.clear()
-        return [update, *(self._grant(worker) for worker in sorted(self._blocked_since_s))]
+        return [update, *self._grant_blocked()]
 
 
 VALIANT = Reference(

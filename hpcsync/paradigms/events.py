@@ -30,6 +30,7 @@ that joins the run later leaves at its start.)
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hpcsync.paradigms.records import Grant, PushInfo
 
@@ -120,8 +121,7 @@ class Cancel:
     worker: int
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(NamedTuple):
     """Choice of an adaptive controller. It is recorded in the trace and has no further effect.
 
     Attributes

@@ -176,14 +176,17 @@ class FirstK(Paradigm):
         if not self._waiting or (in_round < self.k and outstanding):  # (e)
             return []
         workers = tuple(sorted(self._waiting))  # (b)
-        weights = tuple(self._waiting[worker] for worker in workers)
-        update = Apply(workers, weights if any(weight != 1 for weight in weights) else ())
+        weights = [self._waiting[worker] for worker in workers]
+        update = Apply(workers, () if weights.count(1.0) == len(weights) else tuple(weights))
         self._waiting.clear()
         self._accumulated = 0
         self._version += 1
         late = sorted(self._up_to_date) if self._aborts else []  # earlier ones have been cancelled already
         self._up_to_date.clear()
-        grants = [self._grant(worker) for worker in sorted(self._blocked_since_s)]
+        for released in self._blocked_since_s:
+            self._read[released] = self._version
+        self._up_to_date.update(self._blocked_since_s)
+        grants = self._grant_blocked()
         return [update, *self._choose_k(worker), *grants, *map(Cancel, late)]  # (c)
 
     def _grant(self, worker: int, credits: int = 0) -> Grant:
