@@ -265,8 +265,8 @@ class _Replay:
             raise _Differs("grants", f"the run is over, but the push of seq {push['seq']} has no stop grant")
 
     def _grant(self, row: Row, grant: Grant) -> None:
-        grant = grant._replace(version=self._version)
-        grant = grant.stop() if self._stopping else self._assignments.next(grant)
+        of_version = grant._replace(version=self._version)
+        grant = of_version.stop() if self._stopping else self._assignments.next(grant, self._version)
         self._equal("grants", row, tuple(row[name] for name in Grant._fields), grant)
         del self._blocked[row["worker"]]
         self.n_same["grants"] += 1

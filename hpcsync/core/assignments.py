@@ -56,28 +56,32 @@ class Assignments(Stateful):
         """Record the samples and local steps of this worker's push."""
         self._last_step_samples[worker] = batch_size // local_steps
 
-    def next(self, grant: Grant) -> Grant:
-        """Return this grant with its samples and local steps."""
+    def next(self, grant: Grant, version: int) -> Grant:
+        """Return this grant with the version of the weights, its samples and local steps."""
         if self.allocator is not None:
-            return self._allocated(grant, *self.allocator.allocate_next(grant.worker))
-        return self._equal(grant)
+            return self._allocated(grant, version, *self.allocator.allocate_next(grant.worker))
+        return self._equal(grant, version)
 
     def _first(self, grant: Grant) -> Grant:
         if self.allocator is not None:
-            return self._allocated(grant, *self.allocator.first(grant.worker))
-        return self._equal(grant)
+            return self._allocated(grant, 0, *self.allocator.first(grant.worker))
+        return self._equal(grant, 0)
 
-    def _allocated(self, grant: Grant, first_sample: int, batch_size: int) -> Grant:
-        return grant._replace(first_sample=first_sample, batch_size=batch_size, local_steps=self._local_steps)
+    def _allocated(self, grant: Grant, version: int, first_sample: int, batch_size: int) -> Grant:
+        samples = {"first_sample": first_sample, "batch_size": batch_size, "local_steps": self._local_steps}
+        return grant._replace(version=version, **samples)
 
-    def _equal(self, grant: Grant) -> Grant:
-        local_steps = self._local_steps if grant.local_steps == OF_THE_JOB else grant.local_steps
+    def _equal(self, grant: Grant, version: int) -> Grant:
+        worker, iteration, _, gap_iters, credits, held_s, _, _, local_steps, commit_s, ratio = grant
         first_sample = -1
-        n_samples = self._last_step_samples.get(grant.worker, self._step_samples or 0) * max(1, local_steps)
+        if local_steps == OF_THE_JOB:
+            local_steps = self._local_steps
+        n_samples = self._last_step_samples.get(worker, self._step_samples or 0) * max(1, local_steps)
         if self._step_samples is not None:
             first_sample = self._next_sample
             self._next_sample += n_samples
-        return Grant(*grant[:6], first_sample, n_samples, local_steps, *grant[9:])
+        samples = first_sample, n_samples, local_steps
+        return Grant(worker, iteration, version, gap_iters, credits, held_s, *samples, commit_s, ratio)
 
 
 def create_paradigm(job: Job) -> Paradigm:

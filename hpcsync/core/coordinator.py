@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from hpcsync.config.job import Job, Script, Stop
 from hpcsync.core.assignments import Assignments, create_assignments
@@ -43,8 +43,7 @@ from hpcsync.trace.schema import ELAPSED, EVALUATED, Change, Outcome, Release
 from hpcsync.training.lr_schedule import LearningRate, learning_rate
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateCommand:
+class UpdateCommand(NamedTuple):
     """Command: make one update from everything accumulated and from these workers' slots, in this order.
 
     Attributes
@@ -208,22 +207,23 @@ class Coordinator(Stateful):
     def pushed(self, now_s: float, push_info: PushInfo) -> list[Command]:
         """Process a push: the worker's contribution is in its slot."""
         self._now_s = now_s
-        push_info = PushInfo(now_s, *push_info[1:])
-        seq = self._next_seq()
-        self._pending[push_info.worker] = (seq, push_info)
-        self._blocked[push_info.worker] = now_s
-        self._computing.discard(push_info.worker)
-        self.stalls.ended(push_info.worker, now_s)
-        self._progress.push(push_info.worker)
-        self._assignments.pushed(push_info.worker, push_info.batch_size, push_info.local_steps)
+        if push_info.now_s != now_s:
+            push_info = PushInfo(now_s, *push_info[1:])
+        seq, worker = self._next_seq(), push_info.worker
+        self._pending[worker] = (seq, push_info)
+        self._blocked[worker] = now_s
+        self._computing.discard(worker)
+        self.stalls.ended(worker, now_s)
+        self._progress.push(worker)
+        self._assignments.pushed(worker, push_info.batch_size, push_info.local_steps)
         self.last_loss = push_info.loss
         if not self.stopping:
             if self._allocator is not None:
                 estimate = Estimate(push_info.predicted_fixed_s, push_info.predicted_sample_s)
-                self._record_sizes(now_s, self._allocator.pushed(push_info.worker, estimate))
+                self._record_sizes(now_s, self._allocator.pushed(worker, estimate))
             return self._decide(push_info, seq)
-        self._drop(push_info.worker)
-        return [self._grant(now_s, self._next_grant(now_s, push_info.worker), Release.OWN)]
+        self._drop(worker)
+        return [self._grant(now_s, self._next_grant(now_s, worker), Release.OWN)]
 
     def left(self, now_s: float, worker: int, change: int = Change.LEFT) -> list[Command]:
         """Process a departure; `change` is LEFT or DIED, for the trace."""
@@ -359,52 +359,49 @@ class Coordinator(Stateful):
     def _decide(self, event: Event, seq: int) -> list[Command]:
         """Return the commands that answer an event; `seq` is that of its row."""
         commands: list[Command] = []
-        awaits = event.worker if isinstance(event, PushInfo | Joined) else -1
+        now_s, awaits = event.now_s, event.worker if isinstance(event, (PushInfo, Joined)) else -1
         for action in self._paradigm.handle(event):
             match action:
+                case Grant():
+                    commands.append(self._grant(now_s, action, Release.OWN if action.worker == awaits else seq))
                 case Apply(workers, weights):
-                    commands.append(self._update(event.now_s, workers, weights or (1.0,) * len(workers)))
+                    commands.append(self._update(now_s, workers, weights or (1.0,) * len(workers)))
                 case Accumulate(worker, weight):
                     weighted = self._weigh(worker, weight)
                     self._accumulated.append((self._pending.pop(worker), weighted))
                     commands.append(AccumulateCommand(worker, weighted))
                 case Cancel(worker):
                     commands.append(CancelCommand(worker, self.version - 1))
-                case Grant() as grant:
-                    released_by = Release.OWN if grant.worker == awaits else seq
-                    commands.append(self._grant(event.now_s, grant, released_by))
                 case Decision(controller, worker, chosen, inputs):
-                    self._record_decision(event.now_s, controller, worker, chosen, inputs + self._allocator_nan)
+                    self._record_decision(now_s, controller, worker, chosen, inputs + self._allocator_nan)
                 case Drop(worker):
                     self._drop(worker)
         if self.stopping:
-            commands += self._end(event.now_s)
+            commands += self._end(now_s)
         return commands
 
     def _update(self, now_s: float, workers: tuple[int, ...], weights: tuple[float, ...]) -> UpdateCommand:
+        weighted = tuple([self._weigh(*each) for each in zip(workers, weights, strict=True)])
         taken, self._accumulated = self._accumulated, []
-        weighted = []
-        for worker, weight in zip(workers, weights, strict=True):
-            weighted.append(self._weigh(worker, weight))
-            taken.append((self._pending.pop(worker), weighted[-1]))
-        used = [push_info for (_, push_info), _ in taken if push_info.problem not in UNUSED]
+        taken += zip(map(self._pending.pop, workers), weighted, strict=True)
+        infos = [push_info for (_, push_info), _ in taken]
+        used = [push_info for push_info in infos if push_info.problem not in UNUSED]
         divisor = float(len(used) or 1)
         if used and self._paradigm.synchronous and self._per_sample is not None:
             per, samples = self._per_sample
             divisor = sum(push_info.batch_size for push_info in used) * per / samples
         rate = self._lr(self.samples, self.version, len(taken))
-        lr = rate * own_rate([push_info for (_, push_info), _ in taken]) if self._of_own_rates else rate
+        lr = rate * own_rate(infos) if self._of_own_rates else rate
         self.version += 1
         self.updated_s = now_s
         self._left_since.clear()
-        for (_, push_info), _ in taken:
-            self.samples += push_info.batch_size
+        self.samples += sum([push_info.batch_size for push_info in infos])
         self._trace.append("updates", (self.version, now_s, len(taken), lr, self.samples, math.nan))
         for contribution, weight in sorted(taken):
             self._record_push(contribution, weight / divisor, Outcome.APPLIED)
-        enough = self._stop.reached(samples=self.samples, updates=self.version, seconds=now_s)
-        self.stopping = self.stopping or enough
-        return UpdateCommand(workers, tuple(weighted), divisor, rate, self._paradigm.momentum)
+        if self._stop.reached(samples=self.samples, updates=self.version, seconds=now_s):
+            self.stopping = True
+        return UpdateCommand(workers, weighted, divisor, rate, self._paradigm.momentum)
 
     def _weigh(self, worker: int, weight: float) -> float:
         """Return the weight of this worker's contribution, given its weight in the paradigm."""
@@ -442,11 +439,10 @@ class Coordinator(Stateful):
     def _grant(self, now_s: float, grant: Grant, released_by: int) -> Grant:
         """Complete a grant by the version and the samples, and record it; once the run is over it stops the worker."""
         del self._blocked[grant.worker]
-        grant = Grant(grant.worker, grant.iteration, self.version, *grant[3:])
         if self.stopping:
-            grant = grant.stop()
+            grant = grant._replace(version=self.version).stop()
         else:
-            grant = self._assignments.next(grant)
+            grant = self._assignments.next(grant, self.version)
             self._computing.add(grant.worker)
             self.stalls.began(grant.worker, grant.iteration, now_s, grant.size)
         self._trace.append("grants", (self._next_seq(), now_s, *grant, released_by))

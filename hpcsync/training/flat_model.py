@@ -41,11 +41,11 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
 
 def squared_norm(vector: torch.Tensor) -> float:
     """Return the sum of squares of a vector, shape (size,), as torch sums it; infinity if the vector is not finite."""
-    if len(vector) > DOT_SIZE:
+    if vector.numel() > DOT_SIZE:  # len() of a tensor is a call in Python
         return sum(map(squared_norm, vector.split(DOT_SIZE)))
     if vector.dtype.itemsize < 4:
         vector = vector.float()
-    square = float(torch.dot(vector, vector))
+    square: float = vector.dot(vector).item()
     return math.inf if math.isnan(square) else square
 
 

@@ -199,32 +199,34 @@ def step_flat(optimizer: torch.optim.Optimizer, weights: torch.nn.Parameter, gra
     group = optimizer.param_groups[0]
     group["lr"] = lr
     kernel = _KERNELS.get(type(optimizer)) if group.get("fused") else None
-    if kernel is None or not kernel(group, optimizer.state.get(weights) or {}, weights.data, gradient):
+    if kernel is None or not kernel(group, optimizer.state, weights, gradient):
         weights.grad = gradient
         optimizer.step()
 
 
-def _sgd(group: Mapping[str, Any], state: Mapping[str, Any], weights: torch.Tensor, gradient: torch.Tensor) -> bool:
+def _sgd(group: Mapping[str, Any], states: Mapping[Any, Any], weights: torch.Tensor, gradient: torch.Tensor) -> bool:
     """Call the kernel of SGD; return False if there is no state to do so."""
-    momentum = group["momentum"]
-    if momentum != 0 and state.get("momentum_buffer") is None:
-        return False
+    momentum, buffers = group["momentum"], []
+    if momentum != 0:
+        if (buffer := states.get(weights, {}).get("momentum_buffer")) is None:
+            return False
+        buffers = [buffer]
     torch._fused_sgd_(
-        [weights], [gradient], [] if momentum == 0 else [state["momentum_buffer"]], weight_decay=group["weight_decay"],
+        [weights.data], [gradient], buffers, weight_decay=group["weight_decay"],
         momentum=momentum, lr=group["lr"], dampening=group["dampening"], nesterov=group["nesterov"],
         maximize=group["maximize"], is_first_step=False,
     )  # fmt: skip
     return True
 
 
-def _adam(group: Mapping[str, Any], state: Mapping[str, Any], weights: torch.Tensor, gradient: torch.Tensor) -> bool:
+def _adam(group: Mapping[str, Any], states: Mapping[Any, Any], weights: torch.Tensor, gradient: torch.Tensor) -> bool:
     """Call the kernel of Adam or AdamW; return False if there is no state to do so."""
-    if "step" not in state:
+    if "step" not in (state := states.get(weights, {})):
         return False
     state["step"].add_(1)
     kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
     kernel(
-        [weights], [gradient], [state["exp_avg"]], [state["exp_avg_sq"]],
+        [weights.data], [gradient], [state["exp_avg"]], [state["exp_avg_sq"]],
         [state["max_exp_avg_sq"]] if group["amsgrad"] else [], [state["step"]], lr=group["lr"],
         beta1=group["betas"][0], beta2=group["betas"][1], weight_decay=group["weight_decay"], eps=group["eps"],
         amsgrad=group["amsgrad"], maximize=group["maximize"],
@@ -232,7 +234,7 @@ def _adam(group: Mapping[str, Any], state: Mapping[str, Any], weights: torch.Ten
     return True
 
 
-Kernel = Callable[[Mapping[str, Any], Mapping[str, Any], torch.Tensor, torch.Tensor], bool]
+Kernel = Callable[[Mapping[str, Any], Mapping[Any, Any], torch.Tensor, torch.Tensor], bool]
 _KERNELS: dict[type[torch.optim.Optimizer], Kernel] = {
     torch.optim.SGD: _sgd,
     torch.optim.Adam: _adam,

@@ -184,7 +184,8 @@ class Store(Stateful):
 
     def accumulate(self, worker: int, weight: float) -> None:
         """Add a worker's contribution, times its weight, to the sum of the next update, and free its slot."""
-        self._correct(worker)
+        if self._rule.corrects:
+            self._correct(worker)
         self._has_read(worker)
         if self._accumulated is None:
             self._accumulated = torch.zeros_like(self._slots[worker])
@@ -226,11 +227,14 @@ class Store(Stateful):
         """
         weights = weights or (1.0,) * len(workers)
         divisor = float(len(workers)) if divisor is None else divisor
+        if self._rule.corrects:
+            for worker in workers:
+                self._correct(worker)
         for worker in workers:
-            self._correct(worker)
-            if worker not in self._contributing:
+            if worker in self._contributing:
+                self._contributing.remove(worker)
+            else:
                 self._has_read(worker)
-        self._contributing.difference_update(workers)
         self._make_writable()
         contributions = [self._slots[worker] for worker in workers]
         if self._has_accumulated:
@@ -292,9 +296,8 @@ class Store(Stateful):
         self._done[worker] = self._used[worker] = self._serial[worker]
 
     def _correct(self, worker: int) -> None:
-        """Let the rule correct a worker's contribution, computed from the version that it was last promised."""
-        if self._rule.corrects:
-            self._rule.correct(worker, self._slots[worker], self._buffers[self._pinned[worker]])
+        """Correct a worker's contribution, computed from the version that it was last promised."""
+        self._rule.correct(worker, self._slots[worker], self._buffers[self._pinned[worker]])
 
     def _pinned_by(self, done: Sequence[int]) -> set[int]:
         """Return the buffers of promises that are not complete, given the serial numbers up to which they are."""
@@ -338,10 +341,11 @@ class Store(Stateful):
 
     def _first_free(self, needed: set[int]) -> int:
         """Return the first buffer that is not needed, if need be a new one in private memory."""
-        free = next((buffer for buffer in range(len(self._buffers)) if buffer not in needed), len(self._buffers))
-        if free == len(self._buffers):
-            self._buffers.append(torch.empty_like(self._buffers[0]))
-        return free
+        for buffer in range(len(self._buffers)):
+            if buffer not in needed:
+                return buffer
+        self._buffers.append(torch.empty_like(self._buffers[0]))
+        return len(self._buffers) - 1
 
     def _copy_pinned(self, buffer: int, to: int) -> None:
         """Copy a buffer to another one, to which all promises of it move."""

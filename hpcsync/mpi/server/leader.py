@@ -137,12 +137,10 @@ class Leader:
     def _handle(self, now_s: float, record: tuple[Any, ...]) -> None:
         kind, push_info = record[0], PushInfo(now_s, *record[1:])
         if kind == messages.InfoKind.SAVED or (
-            kind in (messages.InfoKind.PUSHED, messages.InfoKind.LEFT, messages.InfoKind.JOINED)
-            and push_info.worker in self._dead
+            push_info.worker in self._dead
+            and kind in (messages.InfoKind.PUSHED, messages.InfoKind.LEFT, messages.InfoKind.JOINED)
         ):
             return  # sent before the worker's death or the abandoned checkpoint was handled
-        if kind == messages.InfoKind.JOINED and push_info.worker in self._coordinator.active:
-            return  # sent both before and after a checkpoint
         if kind == messages.InfoKind.PUSHED:
             self._carry_out(self._coordinator.pushed(now_s, push_info))
             if self._link.lends and self._coordinator.is_pending(push_info.worker):
@@ -153,6 +151,8 @@ class Leader:
         elif kind == messages.InfoKind.LEFT:
             self._carry_out(self._coordinator.left(now_s, push_info.worker))
         elif kind == messages.InfoKind.JOINED:
+            if push_info.worker in self._coordinator.active:
+                return  # sent both before and after a checkpoint
             self._carry_out(self._coordinator.joined(now_s, push_info.worker))
         else:
             raise RankFailed(f"rank {push_info.worker} failed")
@@ -264,8 +264,7 @@ class Leader:
         for command in commands:
             if isinstance(command, CancelCommand):
                 self._cancellations.send(self._link.roles.rank_of(command.worker), (command.version,))
-        if commands:
-            self._command(encode(commands))
+        self._command(encode(commands))
 
     def _command(self, records: list[CommandRecord]) -> None:
         for record in records:
@@ -281,6 +280,9 @@ class Leader:
 
     def _add_norm(self, version: int, server: int, gradient_sq: float) -> None:
         """Add a server's part of the squared norm of an update's gradient; record the sum once every part is there."""
+        if self._norms is None:
+            self._coordinator.updated(version, gradient_sq)
+            return
         parts = self._norm_parts.setdefault(version, {})
         parts[server] = gradient_sq
         if len(parts) == self._link.roles.n_servers:

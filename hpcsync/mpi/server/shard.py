@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,22 +25,23 @@ def encode(commands: Sequence[Command]) -> list[CommandRecord]:
     records: list[CommandRecord] = []
     contributing: set[int] = set()  # workers whose contribution a later update takes
     for command in reversed(commands):
-        if isinstance(command, UpdateCommand):
+        if isinstance(command, Grant):
+            kind = messages.CommandKind.RESERVE if command.worker in contributing else messages.CommandKind.PROMISE
+            records.append(CommandRecord(kind, command))
+        elif isinstance(command, UpdateCommand):
             *others, (last, weight) = zip(command.workers, command.weights, strict=True)
             update = (command.lr, weight, command.divisor, command.momentum)
             records.append(CommandRecord(messages.CommandKind.UPDATE, to(last), *update))
-            records += [
-                CommandRecord(messages.CommandKind.CONTRIBUTION, to(worker), weight=w) for worker, w in reversed(others)
-            ]
+            for worker, weight in reversed(others):
+                records.append(CommandRecord(messages.CommandKind.CONTRIBUTION, to(worker), weight=weight))
             contributing.update(command.workers)
         elif isinstance(command, AccumulateCommand):
             records.append(CommandRecord(messages.CommandKind.ACCUMULATE, to(command.worker), weight=command.weight))
-        elif isinstance(command, Grant):
-            kind = messages.CommandKind.RESERVE if command.worker in contributing else messages.CommandKind.PROMISE
-            records.append(CommandRecord(kind, command))
-    return records[::-1]
+    records.reverse()
+    return records
 
 
+@functools.cache
 def to(worker: int, version: int = 0) -> Grant:
     """Return the grant of a command that names only a worker, or the number of a checkpoint: it grants nothing."""
     return Grant(worker, 0, version, local_steps=0)
@@ -171,38 +173,38 @@ class Shard:
         RuntimeError
             If this shard's version is not server 0's.
         """
-        worker = command.grant.worker
-        if command.kind in (messages.CommandKind.CONTRIBUTION, messages.CommandKind.UPDATE):
-            self._contributors.append(worker)
-            self._weights.append(command.weight)
-            if command.kind == messages.CommandKind.UPDATE:
-                self._update(command)
-        elif command.kind == messages.CommandKind.ACCUMULATE:
-            self._acquire(worker)
-            self.store.accumulate(worker, command.weight)
-            cuda.ready(self._link.tensors.local)  # the next grant tells the worker that its slot is free
-            self._free_slot(worker)
-        elif command.kind in (messages.CommandKind.PROMISE, messages.CommandKind.RESERVE):
+        kind, worker = command.kind, command.grant.worker
+        if kind in (messages.CommandKind.PROMISE, messages.CommandKind.RESERVE):
             if command.grant.version != self.store.version:
                 raise RuntimeError(
                     f"server {self._server}: version {self.store.version}: must be server 0's, {command.grant.version}"
                 )
-            self._promise(command.grant, reserved=command.kind == messages.CommandKind.RESERVE)
-        elif command.kind == messages.CommandKind.LEND:
+            self._promise(command.grant, reserved=kind == messages.CommandKind.RESERVE)
+        elif kind in (messages.CommandKind.CONTRIBUTION, messages.CommandKind.UPDATE):
+            self._contributors.append(worker)
+            self._weights.append(command.weight)
+            if kind == messages.CommandKind.UPDATE:
+                self._update(command)
+        elif kind == messages.CommandKind.ACCUMULATE:
+            self._acquire(worker)
+            self.store.accumulate(worker, command.weight)
+            cuda.ready(self._link.tensors.local)  # the next grant tells the worker that its slot is free
+            self._free_slot(worker)
+        elif kind == messages.CommandKind.LEND:
             self._lend(worker, command.buffer)
-        elif command.kind == messages.CommandKind.ARRIVED:
+        elif kind == messages.CommandKind.ARRIVED:
             assert self.pool is not None
             self.pool.arrived(worker)
-        elif command.kind == messages.CommandKind.DISCARD:
+        elif kind == messages.CommandKind.DISCARD:
             self._dead.add(worker)
             self._reserved.pop(worker, None)
             self._hidden = [record for record in self._hidden if record.grant.worker != worker]
             self.store.discard(worker)
             if self.pool is not None:
                 self.pool.discard(worker)
-        elif command.kind == messages.CommandKind.KEEP:
+        elif kind == messages.CommandKind.KEEP:
             self._kept.append(worker)
-        elif command.kind == messages.CommandKind.SAVE:
+        elif kind == messages.CommandKind.SAVE:
             self._save(command.grant.version)
             self._kept.clear()
         else:
@@ -221,7 +223,9 @@ class Shard:
             self._free_slot(worker)
         self._contributors.clear()
         self._weights.clear()
-        self._send_reserved()
+        for record in self._reserved.values():
+            self._send(record)
+        self._reserved.clear()
 
     def _acquire(self, worker: int) -> None:
         """Make the worker's contribution visible to this server, and decode it."""
@@ -301,11 +305,6 @@ class Shard:
     def let_save(self, worker: int, number: int) -> None:
         """Ask a worker that waits for a grant to save its part of the checkpoint."""
         self._tell(CommandRecord(messages.CommandKind.SAVE, to(worker, number)))
-
-    def _send_reserved(self) -> None:
-        for record in self._reserved.values():
-            self._send(record)
-        self._reserved.clear()
 
     def _release(self) -> None:
         """Make the current version visible to readers, if they can reach it; all earlier uses of slots are complete."""

@@ -611,16 +611,16 @@ def test_local_steps_are_those_of_the_grant_or_of_the_job():
     of_the_job, sequential = Assignments([plain], local_steps=3), Assignments([plain], step_samples=8)
     until = Grant(1, 3, local_steps=UNTIL, commit_s=0.5)
     assert of_the_job.first == [plain._replace(local_steps=3)]
-    assert of_the_job.next(plain) == plain._replace(local_steps=3), "the worker knows"
+    assert of_the_job.next(plain, plain.version) == plain._replace(local_steps=3), "the worker knows"
     for worker in (0, 1):
         of_the_job.pushed(worker, 24, 3)
-    assert of_the_job.next(plain) == plain._replace(batch_size=24, local_steps=3)
-    assert of_the_job.next(several) == several._replace(batch_size=40)
-    assert of_the_job.next(until) == until._replace(batch_size=8), "of one local step"
+    assert of_the_job.next(plain, plain.version) == plain._replace(batch_size=24, local_steps=3)
+    assert of_the_job.next(several, several.version) == several._replace(batch_size=40)
+    assert of_the_job.next(until, until.version) == until._replace(batch_size=8), "of one local step"
     assert sequential.first == [plain._replace(first_sample=0, batch_size=8, local_steps=1)]
-    assert sequential.next(several) == several._replace(first_sample=8, batch_size=40)
+    assert sequential.next(several, several.version) == several._replace(first_sample=8, batch_size=40)
     sequential.pushed(1, 40, 5)
-    assert sequential.next(plain) == plain._replace(first_sample=48, batch_size=8, local_steps=1)
+    assert sequential.next(plain, plain.version) == plain._replace(first_sample=48, batch_size=8, local_steps=1)
 
 
 def test_the_others_get_the_samples_of_a_worker_that_left():
