@@ -36,6 +36,9 @@ ENDLESS = 1_000_000
 ONE_A_NODE = "--ntasks-per-node=1"  # fewer ranks start sooner
 LIMIT_S = 100.0
 
+# MPICH 5.0.2: with unequally many ranks on the nodes, one in a hundred starts on busy cores never ends MPI_Init.
+HANGING_START = pytest.mark.flaky(reruns=1, only_rerun=[r"is RUNNING .*; its output:\s*loading libraries\s*$"])
+
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(240)]
 
 
@@ -89,7 +92,10 @@ class Place:
 
     def finished(self, job: str) -> Trace:
         """The trace of the run that this job has finished."""
-        found = self.slurm.wait(job, timeout_s=LIMIT_S)
+        try:
+            found = self.slurm.wait(job, timeout_s=LIMIT_S)
+        except AssertionError as late:
+            raise AssertionError(f"{late}; its output:\n{self.said(job)}") from None
         assert (found["JobState"], found["ExitCode"]) == ("COMPLETED", "0:0"), self.said(job)
         self.until(lambda: not self.slurm.left(job), job, 5.0)
         trace = load(self.run(job) / "trace.h5")
@@ -99,8 +105,9 @@ class Place:
 
 
 @pytest.fixture
-def place(slurm: Slurm, tmp_path: Path) -> Place:
-    return Place(slurm, tmp_path)
+def place(slurm: Slurm, tmp_path: Path) -> Iterator[Place]:
+    yield Place(slurm, tmp_path)
+    slurm.run("scancel", "--state=RUNNING", "--me")  # what a test that failed has left
 
 
 def hosts(trace: Trace) -> list[str]:
@@ -155,6 +162,7 @@ def test_without_servers_on_nodes_with_gpus(place: Place) -> None:
     assert hosts(place.finished(place.submit("gpu.sh", ONE_A_NODE))) == ["n3", "n4"]
 
 
+@HANGING_START
 def test_two_kinds_of_node_are_one_world(place: Place) -> None:
     place.job("digits-ssp", '{name = "ssp", staleness = 2}')
     job = place.submit("hetjob.sh")
