@@ -41,7 +41,7 @@ def encode(commands: Sequence[Command]) -> list[CommandRecord]:
     return records
 
 
-@functools.cache
+@functools.lru_cache(4096)
 def to(worker: int, version: int = 0) -> Grant:
     """Return the grant of a command that names only a worker, or the number of a checkpoint: it grants nothing."""
     return Grant(worker, 0, version, local_steps=0)
