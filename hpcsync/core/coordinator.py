@@ -46,7 +46,7 @@ from hpcsync.training.lr_schedule import LearningRate, learning_rate
 class UpdateCommand(NamedTuple):
     """Command: make one update from everything accumulated and from these workers' slots, in this order.
 
-    Attributes
+    Parameters
     ----------
     workers
         Workers whose slots are added.

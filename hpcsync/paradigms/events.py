@@ -124,7 +124,7 @@ class Cancel:
 class Decision(NamedTuple):
     """Choice of an adaptive controller. It is recorded in the trace and has no further effect.
 
-    Attributes
+    Parameters
     ----------
     controller
         Name of the quantity or controller.
