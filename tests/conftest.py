@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 # Open MPI 5.0.11 has a segmentation fault within MPI_Init itself, seldom: another host's first message arrives early.
-FAULTY_START = pytest.mark.flaky(reruns=1, only_rerun=[r"Segmentation fault(.|\n)*ompi_mpi_init"])
+# MPICH 5.0.2 never ends MPI_Init in one of 100 starts on busy cores, if the hosts have different numbers of ranks.
+FAULTS = [r"Segmentation fault(.|\n)*ompi_mpi_init", r"is RUNNING .*; its output:\s*loading libraries\s*$"]
+FAULTY_START = pytest.mark.flaky(reruns=1, only_rerun=FAULTS)
 BETWEEN_HOSTS = [Path(__file__).parent / folder for folder in ("hosts", "slurm")]
 
 
