@@ -92,6 +92,7 @@ class Place:
         try:
             found = self.slurm.wait(job, timeout_s=LIMIT_S)
         except AssertionError as late:
+            self.slurm.run("scancel", job)
             raise AssertionError(f"{late}; its output:\n{self.said(job)}") from None
         assert (found["JobState"], found["ExitCode"]) == ("COMPLETED", "0:0"), self.said(job)
         self.until(lambda: not self.slurm.left(job), job, 5.0)
@@ -102,9 +103,8 @@ class Place:
 
 
 @pytest.fixture
-def place(slurm: Slurm, tmp_path: Path) -> Iterator[Place]:
-    yield Place(slurm, tmp_path)
-    slurm.run("scancel", "--state=RUNNING", "--me")  # what a test that failed has left
+def place(slurm: Slurm, tmp_path: Path) -> Place:
+    return Place(slurm, tmp_path)
 
 
 def hosts(trace: Trace) -> list[str]:
