@@ -18,7 +18,7 @@ from hpcsync.config import job as jobs
 from hpcsync.config.job import Job
 from hpcsync.config.user_code import import_beside, user_code
 from hpcsync.run_dir import lock
-from hpcsync.system import allocation, gpu_selection, launcher
+from hpcsync.system import allocation, garbage, gpu_selection, launcher
 from hpcsync.system.process_cleanup import Will
 from hpcsync.system.signals import TO_BE_RESUMED, ending_at_once
 
@@ -125,7 +125,7 @@ def _run(
         job = layout.job_of(path, overrides, ranks, before)
         n_ranks = ranks or job.cluster.ranks
         job.refuse_ranks(n_ranks, resumes=before is not None)
-        _check(path, job, overrides)
+        _check(path, job, overrides, resumes=resume)
         if not oversubscribe:
             _refuse_crowd(job, ranks)
     given = out is not None and os.path.exists(out)
@@ -177,12 +177,19 @@ def _concluded(folder: Path, ended: launcher.Ended) -> tuple[int, bool]:
     return TO_BE_RESUMED if ended.signum == signal.SIGTERM else 1, killed or before == "running"
 
 
-def _check(path: Path, job: Job, overrides: Sequence[str]) -> None:
-    """Raise JobError for a job that cannot run on this machine. What depends on the model is checked by rank 0."""
+def _check(path: Path, job: Job, overrides: Sequence[str], *, resumes: bool) -> None:
+    """Raise JobError for a job that cannot run on this machine.
+
+    What depends on the model is checked by rank 0, or here for a job that resumes: its folder must stay as it is.
+    """
     jobs.refuse_simulated(job)
     _print_remarks(path, overrides)
     _name_user_code(path, job)
     _refuse_without_gpu(job.cluster.device, job.cluster.window)
+    if resumes:
+        with garbage.loading():
+            from hpcsync.core.job_validation import check
+        check(job)
 
 
 def _name_user_code(path: Path, job: Job) -> None:

@@ -92,8 +92,9 @@ class Place:
         try:
             found = self.slurm.wait(job, timeout_s=LIMIT_S)
         except AssertionError as late:
+            said = self.said(job)
             self.slurm.run("scancel", job)
-            raise AssertionError(f"{late}; its output:\n{self.said(job)}") from None
+            raise AssertionError(f"{late}; its output:\n{said}") from None
         assert (found["JobState"], found["ExitCode"]) == ("COMPLETED", "0:0"), self.said(job)
         self.until(lambda: not self.slurm.left(job), job, 5.0)
         trace = load(self.run(job) / "trace.h5")
