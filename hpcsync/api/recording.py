@@ -270,15 +270,17 @@ def _link(measured: Sequence[Measured], comm_s: np.ndarray) -> dict[str, float]:
     -----
     A ring of P workers sends 2 (P - 1) messages one after another, and 2 (P - 1) / P times the bytes over each link.
     On one host there is no link: a worker copies its gradient into the server's memory. The time of a copy from a GPU
-    is not measured, so that of the bytes of the all-reduces stands for it.
+    is not measured, so that of the bytes of the all-reduces stands for it. Both are measured after the loop. If the
+    machine was busier then, they may be longer than any sum of gradients; the longest one is then taken.
     """
     if (n_hops := 2 * (len(measured) - 1)) == 0:
         return {}
-    numbers_s = float(np.array([each.numbers_s for each in measured]).min(axis=0).mean())
+    longest_s = float(comm_s.max())
+    numbers_s = min(longest_s, float(np.array([each.numbers_s for each in measured]).min(axis=0).mean()))
     copy_s = float(np.mean([each.copy_s for each in measured]))
     if len({each.host for each in measured}) > 1 or math.isnan(copy_s):
         copy_s = max(0.0, float(comm_s.mean()) - numbers_s) * len(measured) / n_hops
-    return {"message_s": numbers_s / n_hops, "gradient_s": copy_s}
+    return {"message_s": numbers_s / n_hops, "gradient_s": min(longest_s, copy_s)}
 
 
 def _own_times(steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -99,7 +99,7 @@ class Trials:
 
             cluster["compute"] = {"model": "table", "table": str(self._times_file(seed))}
             cluster.pop("times_from", None)
-            if "network" not in cluster and (links := network(self._trace, seed, cluster["workers"])):
+            if "network" not in cluster and (links := network(self._trace, seed, cluster["workers"], servers != 0)):
                 cluster["network"] = links
         return table
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job, Script
+from hpcsync.simulator.replayed_times import link_of
 from hpcsync.trace.reader import Trace
 
 BLOCK = 20  # iterations that stay together
@@ -171,11 +172,12 @@ def turnaround_s(trace: Trace) -> float:
     return float(waits.min(axis=1).mean()) if len(waits) else 0.0
 
 
-def network(trace: Trace, seed: int = 0, n_workers: int | None = None) -> dict[str, Any]:
+def network(trace: Trace, seed: int = 0, n_workers: int | None = None, with_servers: bool = True) -> dict[str, Any]:
     """Return the ``[cluster.network]`` that a run has measured; empty if its transfers took no time.
 
     Nothing shows that more workers would find a wider link at the server. The latency is such that all messages of an
-    iteration together take the turnaround; that of transfers is in the rates.
+    iteration together take the turnaround; that of transfers is in the rates. Of a recorded loop, transfers to servers
+    take the times of the link that it has measured, and others those of its all-reduces.
 
     Parameters
     ----------
@@ -183,12 +185,23 @@ def network(trace: Trace, seed: int = 0, n_workers: int | None = None) -> dict[s
         The run.
     seed, n_workers
         See `stand_ins`; by default the workers that were measured.
+    with_servers
+        Whether the simulated paradigm has servers.
     """
+    n_workers = n_workers or trace.n_workers
+    if with_servers and (link := link_of(trace.attributes)) is not None:
+        return link.network(_gradient_bytes(trace), n_workers).model_dump()
     if (found := links(trace)) is None:
         return {}
-    of = stand_ins(trace.n_workers, n_workers or trace.n_workers, seed)
+    of = stand_ins(trace.n_workers, n_workers, seed)
     return {
         "bandwidth_gbit": [found.workers[measured] for measured in of],
         "server_bandwidth_gbit": found.server,
         "latency_us": 1e6 * turnaround_s(trace) / MESSAGES,
     }
+
+
+def _gradient_bytes(trace: Trace) -> int:
+    """Return the bytes of a gradient of a recorded loop, from those that a worker sends in a ring."""
+    sent, n = float(np.median(trace.tables["exchanges"]["wire_bytes"])), trace.n_workers
+    return round(sent * n / (2 * (n - 1)))

@@ -9,6 +9,8 @@ from hpcsync.api.recording import Measured, Recorder, Step, _job, write
 from hpcsync.audit.trace_audit import audit
 from hpcsync.config.errors import JobError
 from hpcsync.report.waiting import waits
+from hpcsync.simulator.measured_cluster import network
+from hpcsync.simulator.measured_time import updates_s
 from hpcsync.simulator.what_if import study
 from hpcsync.trace.reader import load
 from tests.unit.simulator.running import simulate, timing_job
@@ -96,6 +98,33 @@ def test_between_hosts_the_workers_share_the_link_of_a_server(tmp_path):
     found = study(trace, [{"name": "bsp"}])
     (bsp_s,) = found.others_s.values()  # both read the weights at once; the slow worker pushes alone
     assert bsp_s == pytest.approx(N * (1.0 + 2 * 0.08 + 0.08 + 6 * 0.01), rel=0.05)
+
+
+@pytest.mark.parametrize("hosts", ["aa", "ab"])
+def test_an_advice_simulates_servers_with_the_link_that_explain_takes(hosts, tmp_path):
+    each = [measured(own, host, numbers_s=0.02) for own, host in zip((FAST, SLOW), hosts, strict=True)]
+    trace = written(tmp_path, *each)
+    (explained_s,) = study(trace, [{"name": "bsp"}]).others_s.values()
+
+    def bsp_s(links):
+        workload = {"name": "timing", "parameters": 1000}
+        return N * updates_s(timing_job(workload=workload, seconds=[0.5, 1.0], cluster={"network": links}), N)
+
+    assert bsp_s(network(trace)) == pytest.approx(explained_s, rel=0.01)
+    of_sums = network(trace, with_servers=False)  # the control: by the all-reduces alone, alike in a ring of two hosts
+    assert hosts == "ab" or abs(bsp_s(of_sums) / explained_s - 1) > 0.03
+    assert (of_sums["bandwidth_gbit"], of_sums["latency_us"]) == ([pytest.approx(8e-9 * 4000 / 0.1)] * 2, 0.0)
+
+
+@pytest.mark.parametrize("hosts", ["aa", "ab"])
+def test_a_busy_measurement_of_the_link_is_limited_by_the_longest_sum(hosts, tmp_path):
+    """Twenty numbers and the copies took longer than any gradient of the loop: the recording is as honest."""
+    each = [measured(own, host, 0.5, 0.4) for own, host in zip((FAST, SLOW, SLOW), [*hosts, "a"], strict=True)]
+    trace = written(tmp_path, *each)
+    longest_s = trace.tables["exchanges"]["comm_s"].max()
+    assert trace.attributes["message_s"] == pytest.approx(longest_s / 4)
+    assert trace.attributes["gradient_s"] == pytest.approx(longest_s if hosts == "aa" else 0.0)
+    assert [check.name for check in audit(trace) if not check.passed] == []
 
 
 @pytest.mark.parametrize(
