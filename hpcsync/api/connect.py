@@ -452,14 +452,15 @@ class _UserErrorHook:
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, JobError | launcher.LaunchError):
-            _exit_all(error)
+            end_refused(error)
         self._before(kind, error, trace)
 
 
-def _exit_all(error: Exception) -> NoReturn:
+def end_refused(error: Exception) -> NoReturn:
     """Print the error and end all ranks with status 2.
 
-    Most errors occur on all ranks: rank 0 then prints first, and ends the others.
+    Most errors occur on all ranks: rank 0 prints them at once and ends the others, which wait for it. An error that
+    rank 0 does not report within `SAME_ERROR_S` is that of another rank.
     """
     mpi = sys.modules.get("mpi4py.MPI")
     together = mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() and mpi.COMM_WORLD.size > 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hpcsync.api.connect import aborting, agree, join, world
+from hpcsync.api.connect import aborting, agree, end_refused, join, world
 from hpcsync.config import job as jobs
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job, Script
@@ -57,7 +56,7 @@ def main(
     Returns
     -------
     int
-        Exit status of this rank: 0, or 2 for a JobError, which rank 0 prints.
+        Exit status of this rank: 0. A JobError ends all ranks with status 2.
 
     Raises
     ------
@@ -93,9 +92,7 @@ def main(
             train(arranged(comm, job.cluster), job, out, before, log)
         _end_apart(comm.rank)
     except JobError as error:
-        if comm.rank == 0:
-            print(f"hpcsync: {error}", file=sys.stderr)
-        return 2
+        end_refused(error)
     return 0
 
 
@@ -103,7 +100,7 @@ def _end_apart(rank: int) -> None:
     """Let rank 0 of a heterogeneous job end last.
 
     Slurm's srun (22.05) may wait forever for a job whose components end at the same moment, although all ranks have
-    reported their end.
+    reported their end. Those of a refused job do not: rank 0 ends them.
     """
     if "SLURM_HET_SIZE" in os.environ:
         from mpi4py import MPI

@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -129,6 +131,8 @@ def _run(
         if not oversubscribe:
             _refuse_crowd(job, ranks)
     given = out is not None and os.path.exists(out)
+    above = (Path("runs/NAME") if out is None else out).parents
+    missing = list(itertools.takewhile(lambda path: not os.path.exists(path), above))
     if resume and before is None:
         layout.put_aside(out)
     folder = layout.choose(job, out, before)
@@ -148,6 +152,9 @@ def _run(
         if not given and os.listdir(folder) == [lock.NAME]:
             lock.release(folder)
             folder.rmdir()
+            with suppress(OSError):  # another run is in it
+                for parent in missing:
+                    parent.rmdir()
     status, died = _concluded(folder, ended)
     newest = checkpoints.newest(folder)
     if died and ended.signum is None and job.cluster.on_death == "restart":

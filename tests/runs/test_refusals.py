@@ -81,3 +81,28 @@ def test_many_worlds_of_one_are_refused(tmp_path: Path, name: str) -> None:
         f"{launcher.mpiexec()[0]}, which belongs to this Python's MPI library"
     )
     assert not (tmp_path / "out").exists()
+
+
+LATE = """
+import builtins, sys, time
+from mpi4py import MPI
+from hpcsync.api import connect
+from hpcsync.cli import rank_main
+
+connect.SAME_ERROR_S = 60
+
+if MPI.COMM_WORLD.rank == 0:
+    def late(*values, **how):
+        time.sleep(5 * (how.get("file") is sys.stderr))
+        return show(*values, **how)
+    show, builtins.print = print, late
+sys.exit(rank_main.main(sys.argv[1], ["optimizer.momentun=1"], None, None))
+"""
+
+
+def test_other_ranks_leave_the_line_to_rank_0(tmp_path: Path) -> None:
+    (tmp_path / "late.py").write_text(LATE)
+    program = ended(mpiexec(4, "-m", "mpi4py", "late.py", JOB), tmp_path, launcher.environment())
+    assert program.status != 0
+    lines = [line for line in program.err.splitlines() if line.startswith("hpcsync:")]
+    assert len(lines) == 1 and lines[0].startswith("hpcsync: optimizer.momentun = 1: must be "), program.err

@@ -147,7 +147,7 @@ def test_a_launch_that_fails_leaves_no_empty_folder(
     with pytest.raises(LaunchError):
         run.run(path, [], None, out)
     assert found == [True], "the ranks would find it made and locked"
-    assert not any(Path("runs").iterdir()) if out is None else not out.exists()
+    assert list(path.parent.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("resume", [False, True])
