@@ -9,6 +9,7 @@ import time
 import tomllib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,7 +116,13 @@ class Trials:
     def run(
         self, number: int, every: Sequence[Trained], seeds: Sequence[int], limit_s: float
     ) -> dict[Trained, dict[int, Summary]] | None:
-        """Simulate what is missing of a trial; return its summaries, or None if the budget was spent before."""
+        """Simulate what is missing of a trial; return its summaries, or None if the budget was spent before.
+
+        Raises
+        ------
+        JobError
+            If a simulation fails.
+        """
         todo: dict[Path, Job] = {}
         places: dict[Trained, dict[int, Path]] = {}
         for trained in every:
@@ -152,6 +159,8 @@ class Trials:
                 self.n_simulated += 1
         except TimeoutError:
             return False
+        except BrokenProcessPool:
+            raise JobError(f"advise: {about}: a process that simulates was killed; was memory short?") from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
             for process in multiprocessing.active_children():

@@ -321,12 +321,16 @@ class _Adviser:
         """Return the prediction for what is advised, and a sentence that says it."""
         from hpcsync.report.advice import prediction
 
-        runs, by = None, "with seeds that have not chosen it"
-        begin = self._job.seed + FURTHER_SEED
+        runs, by, why = None, "with seeds that have not chosen it", "the budget was spent"
+        begin, number = self._job.seed + FURTHER_SEED, len(SHARES) + 1
         if last.share == 1:
-            runs = self._trials.run(len(SHARES) + 1, [trained], range(begin, begin + self._asked.seeds), limit_s)
+            try:
+                runs = self._trials.run(number, [trained], range(begin, begin + self._asked.seeds), limit_s)
+            except JobError as error:
+                why = f"trial {number} failed"
+                print(f"hpcsync: {error}", file=sys.stderr)
         if runs is None:
-            runs, by = last.summaries, "with the seeds that have chosen it, hence too early, for the budget was spent"
+            runs, by = last.summaries, f"with the seeds that have chosen it, hence too early, for {why}"
         predicted = prediction(runs[trained].values(), self._wider)
         if not predicted:
             return {}, f"Predicted: nothing, for it did not reach the target in every run {by}."

@@ -6,6 +6,7 @@ import html
 import json
 import sys
 from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -190,6 +191,35 @@ def test_a_budget_ends_it_with_what_is_known(job, tmp_path, capsys, monkeypatch)
 def _late():
     raise TimeoutError
     yield
+
+
+def test_what_fails_in_the_last_trial_leaves_the_advice(job, tmp_path, capsys, monkeypatch):
+    """The prediction is then by the runs that have chosen; a failure in an earlier trial ends the command."""
+    simulate_one = advice_trials.simulate_one
+
+    def fails(of_job, folder, path):
+        return 1 if f"trial-{number}" in folder.parts else simulate_one(of_job, folder, path)
+
+    monkeypatch.setattr(advice_trials, "simulate_one", fails)
+    asked, number = Asked(paradigms=("bsp", "asp"), out=tmp_path / "out"), 4
+    assert main(job, asked) == 0
+    said = capsys.readouterr()
+    assert "Train with " in said.out and (tmp_path / "out" / "advised.toml").exists()
+    assert "with the seeds that have chosen it, hence too early, for trial 4 failed." in said.out
+    assert f"hpcsync: advise: {tmp_path / 'out' / 'trial-4'}/" in said.err and ": the simulation failed, see" in said.err
+    assert advised(tmp_path / "out")["predicted"] and not (tmp_path / "out" / "trial-4").exists()
+    asked, number = asked._replace(out=tmp_path / "other"), 2
+    with pytest.raises(JobError, match="trial-2/.*: the simulation failed, see "):
+        main(job, asked)
+
+
+def test_a_simulation_whose_process_is_killed_is_told_in_one_line(job, tmp_path, monkeypatch):
+    def killed(*_):
+        raise BrokenProcessPool("A process in the process pool was terminated abruptly")
+
+    monkeypatch.setattr(Inline, "submit", killed)
+    with pytest.raises(JobError, match=r"^advise: trial 1: a process that simulates was killed; was memory short\?$"):
+        main(job, Asked(paradigms=("bsp", "asp"), out=tmp_path / "out"))
 
 
 @pytest.mark.parametrize(
