@@ -206,7 +206,7 @@ def test_what_fails_in_the_last_trial_leaves_the_advice(job, tmp_path, capsys, m
     said = capsys.readouterr()
     assert "Train with " in said.out and (tmp_path / "out" / "advised.toml").exists()
     assert "with the seeds that have chosen it, hence too early, for trial 4 failed." in said.out
-    assert f"hpcsync: advise: {tmp_path / 'out' / 'trial-4'}/" in said.err and ": the simulation failed, see" in said.err
+    assert f"hpcsync: advise: {tmp_path / 'out' / 'trial-4'}/" in said.err
     assert advised(tmp_path / "out")["predicted"] and not (tmp_path / "out" / "trial-4").exists()
     asked, number = asked._replace(out=tmp_path / "other"), 2
     with pytest.raises(JobError, match="trial-2/.*: the simulation failed, see "):
