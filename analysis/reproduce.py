@@ -15,8 +15,8 @@ from rich.console import Console
 
 from reproductions import advise as advice_regret
 from reproductions import ashl as ashl_paper
-from reproductions import dssp as dssp_paper
 from reproductions import (
+    cpu_load,
     dssp_map,
     dssp_map_real,
     first_k,
@@ -24,8 +24,10 @@ from reproductions import (
     gossip_variants,
     headline,
     long_iterations,
+    stanza_learning,
     stanza_real,
 )
+from reproductions import dssp as dssp_paper
 from reproductions import gossip as gossip_paper
 from reproductions import images as drawn
 from reproductions import law as law_of_delay
@@ -85,12 +87,15 @@ def k_sync(
     processes: Processes = CORES,
     real: Annotated[bool, typer.Option("--real", help="A few of them on real ranks, one run at a time.")] = False,
     long: Annotated[bool, typer.Option("--long", help="Iterations of 290 ms: predictors; k beside batches.")] = False,
+    load: Annotated[bool, typer.Option("--load", help="Predictors that know the CPU load, on recorded times.")] = False,
 ) -> None:
     """Adaptive k and batch sizes by speed (Yu et al., HPCC 2019), and k by the loss (Dutta et al., AdaSync, 2020)."""
     if real:
         first_k_real.reproduce(out or Path("reproductions/k-sync-real"), seeds, Console())
     elif long:
         long_iterations.reproduce(out or Path("reproductions/k-sync-long"), seeds, processes, Console())
+    elif load:
+        cpu_load.reproduce(out or Path("reproductions/cpu-load"), seeds, Console())
     else:
         first_k.reproduce(out or Path("reproductions/k-sync"), seeds, processes, Console())
 
@@ -111,10 +116,13 @@ def stanza(
     seeds: Seeds = 3,
     processes: Processes = CORES,
     real: Annotated[bool, typer.Option("--real", help="On four hosts with slow links, one run at a time.")] = False,
+    learning: Annotated[bool, typer.Option("--learning", help="With real gradients: accuracy against time.")] = False,
 ) -> None:
     """Stanza (Wu, Xu, Li and Xiong, 2018)."""
     if real:
         stanza_real.reproduce(out or Path("reproductions/stanza-real"), seeds, Console())
+    elif learning:
+        stanza_learning.reproduce(out or Path("reproductions/stanza-learning"), seeds, processes, Console())
     else:
         stanza_paper.reproduce(out or Path("reproductions/stanza"), seeds, processes, Console())
 

@@ -1,0 +1,28 @@
+"""The reproduction about CPU load: what a recording says, and that a network which knows the load makes use of it."""
+
+import numpy as np
+import pandas as pd
+
+from reproductions import cpu_load
+
+
+def test_load_that_tells_the_next_speed_is_used():
+    draw = np.random.default_rng(1)
+    busy = draw.uniform(0.0, 1.0, 401)
+    speeds = 10.0 * (1.0 - 0.5 * busy[:-1]) * draw.lognormal(0.0, 0.02, 400)
+    recorded = pd.DataFrame({"speed": speeds, "load": 0.5, "running": busy[1:]})  # at an iteration's end, of the next
+    errors = cpu_load.errors(recorded, 1)
+    assert errors[cpu_load.WITH] < 0.8 * errors[cpu_load.WITHOUT]
+    useless = cpu_load.errors(recorded.assign(running=draw.permutation(busy[1:])), 1)
+    assert useless[cpu_load.WITH] > 0.9 * errors[cpu_load.WITHOUT]
+
+
+def test_a_recording_has_speeds_and_what_others_use(monkeypatch):
+    monkeypatch.setattr(cpu_load, "ITERATION_S", 0.02)
+    monkeypatch.setattr(cpu_load, "N_ITERATIONS", 5)
+    monkeypatch.setattr(cpu_load, "OTHERS", (1.0,))
+    recorded = cpu_load.record(7, 10.0)
+    assert len(recorded) == 5
+    assert (recorded["speed"] > 0).all()
+    assert recorded["load"].between(-0.5, 1.5).all()  # counted in steps of 10 ms
+    assert (recorded["running"] >= 0).all()
