@@ -13,13 +13,14 @@ import pandas as pd
 
 from hpcsync.figures import plotting
 from hpcsync.figures.plotting import Drawing
-from hpcsync.trace.reader import Trace, TraceError
+from hpcsync.trace.reader import Trace
 
 NAMES = {"x": "now_s", "mean": "consensus_distance", "low": "consensus_distance_low", "high": "consensus_distance_high"}
 
 
 def draw(traces: list[Trace]) -> list[Drawing]:
     """Draw the figure of these traces."""
+    traces, notes = plotting.with_part(traces, lambda trace: bool(len(distances(trace))), "consensus distance")
     groups = plotting.of_one_job(traces)
     first = [group[0] for group in groups]
     names = plotting.labels(first)
@@ -40,7 +41,7 @@ def draw(traces: list[Trace]) -> list[Drawing]:
     axis.set(xlabel="time (s)", ylabel="consensus distance", xlim=(0, None))
     plotting.add_legend(figure, axis.get_legend_handles_labels()[0], plotting.about_band(groups))
     frame = pd.concat(lines).rename(columns=NAMES)
-    return [Drawing(figure, frame[["trace", "runs", "now_s", "samples", *list(NAMES.values())[1:]]])]
+    return [Drawing(figure, frame[["trace", "runs", "now_s", "samples", *list(NAMES.values())[1:]]], notes=notes)]
 
 
 def mean_of(runs: list[pd.DataFrame]) -> pd.DataFrame:
@@ -53,7 +54,4 @@ def mean_of(runs: list[pd.DataFrame]) -> pd.DataFrame:
 def distances(trace: Trace) -> pd.DataFrame:
     """Return the evaluations that have a distance."""
     evaluations = trace.frame("evaluations")
-    known = evaluations[np.isfinite(evaluations["consensus_distance"])]
-    if not len(known):
-        raise TraceError(f"{trace.path}: nothing to draw: no consensus distance in this run, {plotting.label(trace)}")
-    return known.sort_values("now_s")
+    return evaluations[np.isfinite(evaluations["consensus_distance"])].sort_values("now_s")

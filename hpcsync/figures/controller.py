@@ -14,7 +14,7 @@ from matplotlib.ticker import MaxNLocator
 
 from hpcsync.figures import plotting
 from hpcsync.figures.plotting import Drawing
-from hpcsync.trace.reader import Trace, TraceError
+from hpcsync.trace.reader import Trace
 
 POINTS = 500  # per worker, at most
 
@@ -33,16 +33,18 @@ WHOLE = ("gap_iters", "r_star_iters", "credits_iters", "slowest_worker")
 
 def draw(traces: list[Trace], workers: int = 8) -> list[Drawing]:
     """Draw a figure for each of these traces."""
-    for trace in traces:
-        if trace.job.paradigm.credits_max is None or not len(trace.tables["decisions"]):
-            raise TraceError(
-                f"{trace.path}: nothing to draw: no decision of a controller in this run, {plotting.label(trace)}"
-            )
+    traces, notes = plotting.with_part(traces, has_decisions, "decision of a controller")
     tails = [re.sub(r"\W+", "-", f"-{name.lower()}").rstrip("-") for name in plotting.labels(traces)]
-    return [
+    drawings = [
         draw_one(trace, name, tail if len(traces) > 1 else "", workers)
         for trace, name, tail in zip(traces, plotting.labels(traces), tails, strict=True)
     ]
+    return [drawings[0]._replace(notes=notes), *drawings[1:]]
+
+
+def has_decisions(trace: Trace) -> bool:
+    """Return whether DSSP's controller decided anything in this run."""
+    return trace.job.paradigm.credits_max is not None and len(trace.tables["decisions"]) > 0
 
 
 def draw_one(trace: Trace, name: str, tail: str, workers: int) -> Drawing:

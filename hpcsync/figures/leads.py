@@ -23,6 +23,7 @@ from hpcsync.trace.reader import Trace, TraceError
 
 def draw(traces: list[Trace]) -> list[Drawing]:
     """Draw the figure of these traces."""
+    traces, notes = plotting.with_servers(traces)
     groups = plotting.of_one_job(traces)
     first = [group[0] for group in groups]
     height = 0.5 + max(1.25, 2.2 - 0.3 * len(groups)) * len(groups)
@@ -53,7 +54,7 @@ def draw(traces: list[Trace]) -> list[Drawing]:
     words = plotting.about_band(groups)
     plotting.add_note(figure, words and f"points: pushes of all seeds; lines: largest of consecutive pushes, {words}")
     frame = pd.concat(frames).astype(dict.fromkeys(("worker", "bound_iters", "runs"), "Int64"))
-    return [Drawing(figure, frame[["trace", "drawn", "worker", "runs", *NAMES.values(), "bound_iters"]])]
+    return [Drawing(figure, frame[["trace", "drawn", "worker", "runs", *NAMES.values(), "bound_iters"]], notes=notes)]
 
 
 NAMES = {"x": "now_s", "mean": "push_gap_iters", "low": "push_gap_iters_low", "high": "push_gap_iters_high"}
@@ -61,7 +62,6 @@ NAMES = {"x": "now_s", "mean": "push_gap_iters", "low": "push_gap_iters_low", "h
 
 def pushes_of(trace: Trace) -> pd.DataFrame:
     """Return the pushes of a run with the lead of their workers."""
-    plotting.require_server(trace)
     recount = Recount(trace)
     pushes = pd.DataFrame(recount.pushes[["now_s", "worker"]]).assign(push_gap_iters=recount.push_lead)
     if not len(pushes):

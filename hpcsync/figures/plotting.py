@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -208,17 +208,23 @@ def draw_mean(axis: Axes, line: pd.DataFrame, look: dict[str, Any], label: str =
 
 def table(trace: Trace, name: str) -> pd.DataFrame:
     """Return a table of the trace. Raise TraceError if it has no rows."""
-    if name == "pushes":
-        require_server(trace)
     if not len(trace.tables[name]):
         raise TraceError(f"{trace.path}: nothing to draw: /{name} has no rows")
     return trace.frame(name)
 
 
-def require_server(trace: Trace) -> None:
-    """Raise TraceError for a run without servers, which has neither pushes nor grants."""
-    if not trace.job.has_servers:
-        raise TraceError(f"{trace.path}: nothing to draw: no servers and no pushes in this run, {label(trace)}")
+def with_part(traces: list[Trace], has: Callable[[Trace], bool], part: str) -> tuple[list[Trace], tuple[str, ...]]:
+    """Return the runs that have what a figure shows, and a note on the others. Raise TraceError if all lack it."""
+    kept = [trace for trace in traces if has(trace)]
+    if not kept:
+        raise TraceError(f"{traces[0].path}: nothing to draw: no {part} in this run, {label(traces[0])}")
+    others = dict.fromkeys(label(trace) for trace in traces if not has(trace))
+    return kept, tuple(f"{name}: left out, no {part}" for name in others)
+
+
+def with_servers(traces: list[Trace]) -> tuple[list[Trace], tuple[str, ...]]:
+    """Return the runs with servers, and a note on the others, which have neither pushes nor grants."""
+    return with_part(traces, lambda trace: trace.job.has_servers, "servers and no pushes")
 
 
 def iterations(trace: Trace) -> pd.DataFrame:

@@ -23,6 +23,7 @@ BINS = 60
 
 def draw(traces: list[Trace]) -> list[Drawing]:
     """Draw the figure of these traces."""
+    traces, notes = plotting.with_servers(traces)
     groups = plotting.of_one_job(traces)
     first = [group[0] for group in groups]
     height = 0.5 + max(1.25, 2.2 - 0.3 * len(groups)) * len(groups)
@@ -56,7 +57,7 @@ def draw(traces: list[Trace]) -> list[Drawing]:
     plotting.add_note(figure, words and f"points: pushes of all seeds; lines and bars: {words}")
     frame = pd.concat(frames).astype(dict.fromkeys(("worker", "bin_updates", "runs"), "Int64"))
     columns = ["trace", "drawn", "worker", "runs", *NAMES.values(), "bin_updates", "share", "share_low", "share_high"]
-    return [Drawing(figure, frame[columns])]
+    return [Drawing(figure, frame[columns], notes=notes)]
 
 
 NAMES = {"x": "now_s", "mean": "staleness_updates", "low": "staleness_updates_low", "high": "staleness_updates_high"}

@@ -454,6 +454,20 @@ def test_figures_of_servers_refuse_runs_without_servers(script, tmp_path, gossip
     assert refused(script, run) == says
 
 
+@pytest.mark.parametrize("script", ["staleness", "leads", "controller", "consensus"])
+def test_runs_without_what_a_figure_shows_are_left_out_with_a_note(script, gossip):
+    served = record("dssp", (1.0, 1.1, 3.7), updates=40, jitter=0.3)
+    mixed = [gossip, served]
+    drawn, left_out = "DSSP, s = 1 to 5", "gossip, push-sum, every 2"
+    part = {"controller": "decision of a controller"}.get(script, "servers and no pushes")
+    if script == "consensus":
+        drawn, left_out, part = left_out, drawn, "consensus distance"
+    (drawing,) = figures.draw(script, mixed)
+    assert drawing.notes == (f"{left_out}: left out, no {part}",)
+    assert set(drawing.data.get("trace", pd.Series(drawn))) == {drawn}
+    assert figures.draw(script, mixed[::-1])[0].data.equals(drawing.data)
+
+
 def test_names_of_paradigms():
     def name(**paradigm):
         return plotting.label(peer_recorder.record(paradigm, samples=8))
