@@ -277,9 +277,9 @@ def table(conditions: Sequence[Variants]) -> RenderableType:
             result.add_row(*map(Text, row))
         parts += [Text(variants.condition, "bold")] if variants.condition else []
         parts += [result, *(Text(f"note: {line}", "yellow") for line in variants.remarks)]
-    targets = ", ".join(dict.fromkeys(each.target for each in conditions if each.target)) or "the target"
-    about = f"to target: {targets}, in s, with the 95 % interval; behind: the fastest, by seed"
-    about += "; P: probability of being the fastest; wait: of the workers' time; stale: mean, in updates"
+    targets = ", ".join(dict.fromkeys(each.target for each in conditions if each.target))
+    about = f"to target: {targets}, in s, with the 95 % interval; " if targets else ""
+    about += "behind: the fastest, by seed; P: probability of being the fastest; wait: of the workers' time; stale: mean, in updates"
     return Group(*parts, Text(about, "dim"))
 
 
@@ -298,9 +298,10 @@ def column_names(conditions: Sequence[Variants]) -> tuple[str, ...]:
 def row_cells(row: Row, variants: Variants, quality: str) -> list[str]:
     """Return the cells of a table's row: the label, then the `column_names`, of which `quality` is the last."""
     final = getattr(row, quality)
+    arrived = f"{row.arrived} of {row.runs}" if variants.target or row.arrived else "-"
     return [
         row.label,
-        f"{row.arrived} of {row.runs}" if row.time_s is None else _words(row.time_s),
+        arrived if row.time_s is None else _words(row.time_s),
         "fastest" if row.label == variants.fastest else "-" if row.behind_s is None else _words(row.behind_s, "+"),
         "-" if row.fastest is None else f"{row.fastest:.2f}",
         "-" if row.samples_per_s is None else _number(row.samples_per_s),

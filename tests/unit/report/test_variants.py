@@ -111,6 +111,12 @@ def printed(found: variants.Variants) -> list[str]:
     return console.file.getvalue().splitlines()
 
 
+def test_runs_without_a_target_are_not_said_to_have_missed_it() -> None:
+    lines = printed(compare({"a": runs(None, None, None, target=None), "b": runs(None, None, None, target=None)}))
+    assert not any("of 3" in line or "to target:" in line for line in lines)
+    assert any("0 of 3" in line for line in printed(compare({"a": runs(None, None, None), "b": runs(1.0, 2.0, 3.0)})))
+
+
 def test_a_long_option_is_whole_in_place_of_the_bytes() -> None:
     short = {"asp": runs(9.25, 8.0, 9.0), "bsp": runs(3.0, 1.0, 2.0)}
     assert "MB" in printed(compare(short))[0]
