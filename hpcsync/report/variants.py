@@ -279,7 +279,8 @@ def table(conditions: Sequence[Variants]) -> RenderableType:
         parts += [result, *(Text(f"note: {line}", "yellow") for line in variants.remarks)]
     targets = ", ".join(dict.fromkeys(each.target for each in conditions if each.target))
     about = f"to target: {targets}, in s, with the 95 % interval; " if targets else ""
-    about += "behind: the fastest, by seed; P: probability of being the fastest; wait: of the workers' time; stale: mean, in updates"
+    about += "behind: the fastest, by seed; P: probability of being the fastest; wait: of the workers' time; "
+    about += "stale: mean, in updates"
     return Group(*parts, Text(about, "dim"))
 
 
