@@ -107,7 +107,8 @@ def _bounds(at: np.ndarray, weight: np.ndarray, square: np.ndarray, n: int) -> t
     length = weight * np.sqrt(square)
     high, largest = np.bincount(at, length, n), np.zeros(n)
     np.fmax.at(largest, at, length)
-    return 2 * largest - high, high
+    with np.errstate(invalid="ignore"):  # no lower bound where a norm is infinite
+        return 2 * largest - high, high
 
 
 def _within(name: str, table: str, rows: np.ndarray, low: np.ndarray, high: np.ndarray, sure: bool) -> Check:

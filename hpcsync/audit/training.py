@@ -1,4 +1,4 @@
-"""Check that a run has trained: that some update, or some worker's own step, had a gradient of finite numbers."""
+"""Checks that a run has trained: some update, or worker's own step, had a gradient of finite numbers, not all zero."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAMES = {problem.value: problem.name.lower().replace("_", " ") for problem in Pr
 
 
 def check_training(trace: Trace) -> list[Check]:
-    """Return the check, none for a trace of a release that did not record problems or that has no contribution yet.
+    """Return the checks, none for a trace of a release that did not record problems or that has no contribution yet.
 
     A finished run of a script must have one. Without servers a worker's step is its own contribution, whatever is
     exchanged afterwards.
@@ -35,7 +35,21 @@ def check_training(trace: Trace) -> list[Check]:
         found = "there is none"
     known = set(codes.tolist()) <= NAMES.keys()
     finite = Check("some contribution is finite", known and len(problems) > counts.sum(), len(problems), found)
-    return [finite, losses_have_their_problems(trace, rows[used])]
+    return [finite, *gradients_are_not_all_zero(rows[used]), losses_have_their_problems(trace, rows[used])]
+
+
+def gradients_are_not_all_zero(rows: np.ndarray) -> list[Check]:
+    """Check that some gradient is not zero, which none is if the loss does not depend on what is trained.
+
+    There is no check if no norm is known. A gradient that is not finite has an infinite one.
+    """
+    norms = rows["gradient_sq"] if "gradient_sq" in (rows.dtype.names or ()) else np.empty(0)
+    norms = norms[~np.isnan(norms)]
+    if not len(norms):
+        return []
+    some = bool((norms > 0).any())
+    detail = "" if some else "all are zero: does the loss depend on the model's parameters?"
+    return [Check("some gradient is not zero", some, len(norms), detail)]
 
 
 def losses_have_their_problems(trace: Trace, rows: np.ndarray) -> Check:

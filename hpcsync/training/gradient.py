@@ -46,6 +46,7 @@ class Replica:
     def __init__(self, flat: FlatModel, loss: Loss | None) -> None:
         self._flat = flat
         self._loss = loss
+        self._depends = False  # whether a loss has been seen to depend on the parameters
 
     def compute(self, batch: Sequence[torch.Tensor]) -> float:
         """Write the batch's mean gradient to the flat gradient; return its mean loss (NaN without arithmetic)."""
@@ -92,6 +93,25 @@ class Replica:
         device = self._flat.weights.device
         self._flat.zero_gradient()
         loss = self._loss(self._flat.model, *(x.to(device) if isinstance(x, torch.Tensor) else x for x in batch))
-        loss.backward()
+        if self._depends:
+            loss.backward()
+        else:
+            self._first_backward(loss)
         self._flat.gather_gradient()
         return float(loss.detach())
+
+    def _first_backward(self, loss: torch.Tensor) -> None:
+        """Compute the first gradient.
+
+        Raises
+        ------
+        RuntimeError
+            If no parameter has one, as torch does for a loss that depends on nothing.
+        """
+        reached: list[torch.Tensor] = []
+        hook = torch.autograd.graph.register_multi_grad_hook(self._flat.parameters, reached.append, mode="any")
+        loss.backward()
+        hook.remove()
+        if not reached:
+            raise RuntimeError("the loss depends on none of the model's parameters that are trained")
+        self._depends = True

@@ -605,5 +605,5 @@ def test_a_file_is_audited(tmp_path):
     assert main(tmp_path / "t.h5", console) == 0
     shown = console.export_text()
     rows = reader.load(tmp_path / "t.h5").tables["exchanges"]
-    assert f"gossip, {(rows['batch_size'] > 0).sum()} iterations: all 21 checks passed" in shown
+    assert f"gossip, {(rows['batch_size'] > 0).sum()} iterations: all 22 checks passed" in shown
     assert max(map(len, shown.splitlines())) <= 80

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -12,13 +14,18 @@ import torch
 
 import hpcsync
 from hpcsync.audit.trace_audit import audit
+from hpcsync.cli.rank_main import train as run_job
 from hpcsync.config.errors import JobError
+from hpcsync.config.job import Job
 from hpcsync.core.step_problems import NOT_FINITE, WRONG
 from hpcsync.mpi.transport.thread_ranks import run
 from hpcsync.paradigms.records import Problem
 from hpcsync.system import garbage
 from hpcsync.trace.reader import load
+from hpcsync.workloads.registry import Workload
+from tests.unit.jobs import make_job
 from tests.unit.mpi.test_buffers import EVERY
+from tests.unit.simulator.running import simulate
 
 N_RANKS = 3
 STEPS = 8
@@ -147,3 +154,66 @@ def test_a_gradient_that_is_not_finite_in_the_part_of_one_server_ends_no_run(tmp
     norms = trace.tables["updates"]["gradient_sq"]
     assert np.isfinite(norms[0]) and np.isposinf(norms[1:]).all()
     assert failed(trace.path) == set()
+
+
+# ---- jobs, in virtual time and on ranks ----
+
+
+def workload(factor: float, depends: bool) -> Workload:
+    """Return a workload whose loss is multiplied with `factor`, or has gradients of another tensor only."""
+    x = torch.randn(200, 5)
+
+    def loss(model: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        mean = factor * torch.nn.functional.mse_loss(model(inputs), targets)
+        return mean if depends else mean.detach() + torch.zeros((), requires_grad=True)
+
+    return Workload(Net(), loss, torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), None)
+
+
+@pytest.fixture
+def job(monkeypatch):
+    module = ModuleType("untrained")
+    module.make = workload
+    monkeypatch.setitem(sys.modules, "untrained", module)
+
+    def make(paradigm: dict[str, Any], factor: float, depends: bool = True) -> Job:
+        return make_job(
+            workload={"name": "untrained:make", "batch_size": 4, "options": {"factor": factor, "depends": depends}},
+            optimizer={"name": "sgd", "lr": 0.01},
+            stop={"samples": 100},
+            paradigm=paradigm,
+            cluster={"workers": 3, "compute": {"model": "constant", "seconds": [0.01, 0.011, 0.012]}},
+        )
+
+    return make
+
+
+with_any_loss = pytest.mark.parametrize(
+    "paradigm", [each for each in EVERY if each["name"] != "stanza"], ids=lambda each: "-".join(map(str, each.values()))
+)  # stanza computes the loss in halves before the run, and refuses these
+
+
+@with_any_loss
+@pytest.mark.filterwarnings("error")
+def test_in_virtual_time_a_loss_that_is_never_finite_fails_the_audit(tmp_path, capsys, job, paradigm):
+    assert failed(simulate(job(paradigm, math.nan), tmp_path / "nan.h5").path) == {CHECK}
+    said = [line for line in capsys.readouterr().err.splitlines() if NOT_FINITE[Problem.LOSS_NOT_FINITE] in line]
+    assert len(said) == 1
+    assert failed(simulate(job(paradigm, 1.0), tmp_path / "trained.h5").path) == set()
+
+
+@with_any_loss
+def test_a_loss_that_depends_on_no_parameter_ends_the_run(tmp_path, job, paradigm):
+    with pytest.raises(RuntimeError, match="^the loss depends on none of the model's parameters that are trained$"):
+        simulate(job(paradigm, 1.0, depends=False), tmp_path / "trace.h5")
+
+
+def test_on_ranks_a_loss_that_depends_on_no_parameter_ends_the_run(tmp_path, job):
+    untrained = job({"name": "asp"}, 1.0, depends=False)
+    with pytest.raises(RuntimeError, match="^the loss depends on none of the model's parameters that are trained$"):
+        run(4, lambda comm: run_job(comm, untrained, tmp_path / "run"))
+
+
+@pytest.mark.parametrize("name", ["bsp", "allreduce"])
+def test_gradients_that_are_all_zero_fail_the_audit(tmp_path, job, name):
+    assert failed(simulate(job({"name": name}, 0.0), tmp_path / "trace.h5").path) == {"some gradient is not zero"}
