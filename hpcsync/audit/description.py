@@ -37,17 +37,28 @@ def check_rows(trace: Trace) -> list[Check]:
 def check_clocks(trace: Trace) -> list[Check]:
     """Check that /clocks has each rank at most once for each start, with possible errors; in virtual time none.
 
-    Traces in memory may lack the table's rows.
+    The starts are numbered, and follow each other. Traces in memory may lack the rows of both tables.
     """
-    clocks, job = trace.tables["clocks"], trace.job
-    exist = (clocks["rank"] >= 0) & (clocks["rank"] < job.cluster.ranks) & (clocks["start"] >= 0)
+    clocks, starts, job = trace.tables["clocks"], trace.tables["starts"], trace.job
+    exist = (clocks["rank"] >= 0) & (clocks["rank"] < job.cluster.ranks)
+    exist &= (clocks["start"] >= 0) & (clocks["start"] < max(1, len(starts)))
+    ordered = starts["start"] == np.arange(len(starts))
+    for name in ("now_s", "seq"):
+        ordered &= np.diff(starts[name], prepend=0) >= 0
     known = np.isfinite(clocks["offset_s"]) & np.isfinite(clocks["uncertainty_s"]) & (clocks["uncertainty_s"] >= 0)
     if trace.attributes.get("engine") == "simulator":
         known &= (clocks["offset_s"] == 0) & (clocks["uncertainty_s"] == 0)
     again = np.ones(len(clocks), bool)
     again[np.unique(clocks[["start", "rank"]], return_index=True)[1]] = False
     describe = describe_columns("/clocks", clocks, "start", "rank", "offset_s", "uncertainty_s")
-    return [check_all("clocks are those of the ranks", (~exist | again, describe), (~known, describe))]
+    return [
+        check_all(
+            "clocks are those of the ranks",
+            (~exist | again, describe),
+            (~known, describe),
+            (~ordered, describe_columns("/starts", starts, "start", "now_s", "seq")),
+        )
+    ]
 
 
 def check_link(trace: Trace) -> list[Check]:

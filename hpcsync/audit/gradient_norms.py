@@ -39,7 +39,8 @@ def norms_are_known(trace: Trace) -> Check:
     none |= job.has_servers and job.paradigm.contribution != "gradient"
     absent = (rows["share"] < 1 if job.has_servers else rows["batch_size"] == 0) | none
     needed = ~absent & (rows["end_s"] >= since_s)
-    lacks = needed & np.isnan(norm) & (needed & ~np.isnan(norm)).any()
+    some = (needed & ~np.isnan(norm)).any() or not np.isnan(updates[NORM]).all()
+    lacks = needed & np.isnan(norm) & some
     return check_all(
         "norms of gradients are known where there are gradients",
         ((norm < 0) | (absent & ~np.isnan(norm)) | lacks, describe_columns(f"/{table}", rows, NORM)),

@@ -50,9 +50,10 @@ def values_are_possible(trace: Trace) -> Check:
     pushes, grants, updates, membership = (tables[t] for t in ("pushes", "grants", "updates", "membership"))
     parts: list[Part] = [_worker_and_time(tables[table], table, trace.n_workers) for table in NUMBERED]
     counted = (pushes["iteration"] >= 1) & (pushes["version_read"] >= 0)
-    counted &= (pushes["batch_size"] >= 1) & (pushes["local_steps"] >= 1) & np.isin(pushes["outcome"], OUTCOME_CODES)
-    describe = describe_columns("/pushes", pushes, "iteration", "version_read", "batch_size", "local_steps", "outcome")
-    parts.append((~counted, describe))
+    counted &= (pushes["batch_size"] >= 1) & (pushes["local_steps"] >= 1) & (pushes["wire_bytes"] >= 0)
+    counted &= np.isin(pushes["outcome"], OUTCOME_CODES)
+    numbers = ("iteration", "version_read", "batch_size", "local_steps", "wire_bytes", "outcome")
+    parts.append((~counted, describe_columns("/pushes", pushes, *numbers)))
     timed = pushes["begin_s"] <= pushes["end_s"]
     for name in DURATIONS:
         timed &= pushes[name] >= 0

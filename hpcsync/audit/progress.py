@@ -165,6 +165,10 @@ def evaluations_come_when_due(trace: Trace) -> Check:
             describe_columns("/evaluations", rows, "version", "accuracy"),
         ),
         (
+            _is_lost(rows["loss"]) | _is_lost(rows["accuracy"]),
+            describe_columns("/evaluations", rows, "version", "loss", "accuracy"),
+        ),
+        (
             ~(rows["now_s"] <= until_s),
             lambda i: (
                 f"/evaluations row {i}, of version {rows['version'][i]}, is at {rows['now_s'][i]} s, the next update "
@@ -176,6 +180,17 @@ def evaluations_come_when_due(trace: Trace) -> Check:
             lambda i: f"/evaluations row {i} reaches the target, but {len(rows) - i - 1} evaluations follow",
         ),
     )
+
+
+def _is_lost(values: np.ndarray) -> np.ndarray:
+    """Return which values are NaN between others that are numbers: weights that are not finite do not become so again.
+
+    All are NaN if there is no such value, such as an accuracy of a regression.
+    """
+    known = np.flatnonzero(~np.isnan(values))
+    lost = np.isnan(values)
+    lost[known[-1] if len(known) else 0 :] = False
+    return lost
 
 
 def _next_update_s(trace: Trace, version: np.ndarray) -> np.ndarray:

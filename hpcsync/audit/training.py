@@ -59,7 +59,7 @@ def losses_have_their_problems(trace: Trace, rows: np.ndarray) -> Check:
     """
     finite, said = np.isfinite(rows["loss"]), rows["problem"] == Problem.LOSS_NOT_FINITE
     always = not isinstance(trace.job.workload, Script | Timing) and not trace.job.paradigm.separates_layers
-    lost = ~finite & ~said & (always & finite.any())
+    lost = ~finite & ~said & always
     return check_rows(
         "losses are finite, or have a problem",
         (finite & said) | lost,

@@ -89,6 +89,10 @@ AUDIT: dict[str, Alter] = {
     "begins": column("steps", "begin_s", lambda s: s - 100.0),
     "a batch size": column("steps", "batch_size", twice, MIDDLE),
     "a lost loss": column("steps", "loss", lost, MIDDLE),
+    "all losses lost": column("steps", "loss", lost),
+    "an impossible number of bytes": column("steps", "wire_bytes", lambda n: n * 0 - 1),
+    "a lost evaluation": column("evaluations", "loss", lost, 1),
+    "the start of a clock": column("clocks", "start", lambda n: n + 1),
     "a removed step": lambda trace: without("pushes" if trace.job.has_servers else "exchanges", MIDDLE)(trace),
     "a learning rate": column("updates", "lr", twice, MIDDLE),
     "samples": column("updates", "samples", twice),
@@ -107,8 +111,12 @@ AUDIT: dict[str, Alter] = {
     "smaller norms of gradients": column("steps", "gradient_sq", lambda square: 0.01 * square),
     "larger norms of updates": column("updates", "gradient_sq", lambda square: 100.0 * square),
     "a lost norm": column("steps", "gradient_sq", lost, MIDDLE),
+    "all norms of workers lost": column("steps", "gradient_sq", lost),
 }
-OF_GRADIENTS = ("rate of the job", "smaller norms of gradients", "larger norms of updates", "a lost norm")
+OF_GRADIENTS = (
+    *("rate of the job", "smaller norms of gradients", "larger norms of updates"),
+    *("a lost norm", "all norms of workers lost"),
+)
 RECOMPUTED: dict[str, Alter] = {
     "evaluations of the job": job(evaluation={"every_samples": 70}),
     "seed of the job": lambda trace: dataclasses.replace(

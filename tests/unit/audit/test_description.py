@@ -6,12 +6,13 @@ import h5py
 import numpy as np
 import pytest
 
+from hpcsync.audit.description import check_clocks
 from hpcsync.audit.trace_audit import audit
 from hpcsync.core.assignments import decision_fields
 from hpcsync.trace.reader import load
 from hpcsync.trace.schema import TABLES
 from hpcsync.trace.writer import TraceWriter
-from tests.unit.trace.recorder import attributes, job_of, play, record
+from tests.unit.trace.recorder import attributes, job_of, play, record, with_rows
 
 JOB = "attributes agree with the job"
 ROWS = "rows are those that were written"
@@ -33,6 +34,22 @@ def path(tmp_path):
 
 def test_the_trace_itself_passes(path):
     assert failing(load(path)) == set()
+
+
+@pytest.mark.parametrize(
+    ("start", "now_s", "seq", "right"),
+    [
+        ((0, 1), (0.0, 2.0), (0, 5), True),
+        ((0, 2), (0.0, 2.0), (0, 5), False),
+        ((0, 1), (0.0, -1.0), (0, 5), False),
+        ((0, 1), (0.0, 2.0), (5, 4), False),
+    ],
+)
+def test_starts_are_numbered_and_follow_each_other(path, start, now_s, seq, right):
+    rows = np.zeros(2, TABLES["starts"])
+    rows["start"], rows["now_s"], rows["seq"] = start, now_s, seq
+    (check,) = check_clocks(with_rows(load(path), "starts", rows))
+    assert check.passed == right
 
 
 def test_every_changed_value_is_found(path):

@@ -227,7 +227,9 @@ def test_no_iteration_is_recorded_before_its_end(trace):
     assert all("is recorded" not in check.detail for check in audit(uncertain))
     resumed = clocks.copy()
     resumed["start"], resumed["uncertainty_s"] = 1, 0.0
-    again = with_rows(uncertain, "clocks", np.concatenate([clocks, resumed]))
+    starts = np.zeros(2, trace.tables["starts"].dtype)
+    starts["start"] = 0, 1
+    again = with_rows(with_rows(uncertain, "clocks", np.concatenate([clocks, resumed])), "starts", starts)
     assert failing(again) == failing(uncertain), "also where the clocks of a later start are certain"
     assert any("is recorded" in check.detail for check in audit(changed))
 
@@ -449,6 +451,7 @@ def test_a_resumed_run_may_have_another_rule(traces):
         trace = as_seed(traces[paradigm], record(paradigm, samples=160))
         steps = trace.tables["exchanges"][trace.tables["exchanges"]["batch_size"] > 0]
         start = np.zeros(2, trace.tables["starts"].dtype)
+        start["start"] = 0, 1
         for before, expected in ((1, set()), (2, {END})):
             last = steps["now_s"][steps["iteration"] == steps["iteration"].max() - before]
             start["now_s"] = 0.0, last.max()

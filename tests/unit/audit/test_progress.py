@@ -98,7 +98,7 @@ def test_times_are_not_compared_across_a_resume(trace):
     moved = with_rows(moved, "clocks", clock)
     assert failing(moved) == {TIMES}
     start = np.zeros(2, trace.tables["starts"].dtype)
-    start["seq"] = 0, rows["seq"][row] - 1
+    start["start"], start["seq"] = (0, 1), (0, rows["seq"][row] - 1)
     assert failing(with_rows(moved, "starts", start)) == set()
 
 
@@ -141,7 +141,7 @@ def test_another_stopping_rule(trace):
 def resumed(trace, version):
     """Return the trace as if the run had resumed with this version, and its job were that of the resumed run."""
     start = np.zeros(2, trace.tables["starts"].dtype)
-    start["now_s"] = 0.0, trace.tables["updates"]["now_s"][version - 1]
+    start["start"], start["now_s"] = (0, 1), (0.0, trace.tables["updates"]["now_s"][version - 1])
     return with_rows(trace, "starts", start)
 
 
