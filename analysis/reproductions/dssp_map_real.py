@@ -20,7 +20,7 @@ from reproductions.simulating import finished
 
 FAST_S = 0.1  # many times what a push takes: of it, the jitters below are more than what the machine adds
 RATIOS, JITTERS = (1.5, 2.3), (0.005, 0.05)
-SECONDS = 60.0
+SECONDS = 30.0
 NEAR = 0.05  # relative difference from the simulation
 FIRST_SEED = 4
 
