@@ -1,4 +1,4 @@
-"""The file `status.json` in the folder of a run: its status, replaced every second for `hpcsync watch`.
+"""The file `status.json` in the folder of a run: its status, replaced every second or few for `hpcsync watch`.
 
 A thread of rank 0 writes it. The thread that trains only copies what changes, since other threads may not ask the
 ranks for their phases; the file is replaced as a whole, so a reader never sees a part of one. It is not flushed to the
@@ -8,6 +8,7 @@ disk: it matters only while the run lasts.
 from __future__ import annotations
 
 import errno
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,8 +24,8 @@ from hpcsync.report.live import Moment, RowTally, Status
 from hpcsync.system.atomic_files import removing
 
 STATUS = "status.json"
-EVERY_S = 1.0
-PER_WORKER_S = 0.001  # added for each worker, so that the cost of a status stays below a thousandth of a core
+EVERY_S, SELDOM_S = 1.0, 10.0  # least and largest time between two
+SHARE = 0.001  # of a core, which writing them may take
 
 
 class StatusError(Exception):
@@ -75,6 +76,8 @@ class StatusWriter:
         Returns the phase of each worker; called on the thread that calls `offer`.
     clock
         Wall-clock time in seconds.
+    cpu_clock
+        CPU time of the calling thread in seconds.
     """
 
     def __init__(
@@ -85,12 +88,14 @@ class StatusWriter:
         hosts: Sequence[str],
         phases: Callable[[], Sequence[int]],
         clock: Callable[[], float] = time.monotonic,
+        cpu_clock: Callable[[], float] = time.thread_time,
     ) -> None:
         self.tally = RowTally(job.cluster.workers)
         self._path = folder / STATUS
-        self._job, self._run, self._hosts, self._phases, self._clock = job, run, hosts, phases, clock
-        self._every_s = EVERY_S + PER_WORKER_S * len(hosts)
-        self._due_s = clock()
+        self._job, self._run, self._hosts, self._phases = job, run, hosts, phases
+        self._clock, self._cpu_clock = clock, cpu_clock
+        self._every_s = EVERY_S
+        self._handed_s = -math.inf
         self._moments: list[Moment] = []
         self._now_s = 0.0
         self._next: _Snapshot | None = None  # to be written
@@ -100,10 +105,10 @@ class StatusWriter:
         self._thread.start()
 
     def offer(self, now_s: float) -> None:
-        """Copy what is to be written, if a second has passed; `now_s` is the time of the run."""
+        """Copy what is to be written, if it is time for it; `now_s` is the time of the run."""
         self._now_s, clock_s = now_s, self._clock()
-        if clock_s >= self._due_s:
-            self._due_s = clock_s + self._every_s
+        if clock_s >= self._handed_s + self._every_s:
+            self._handed_s = clock_s
             self._hand_over(self._snapshot("running", clock_s, now_s))
 
     def close(self, status: str) -> None:
@@ -127,15 +132,18 @@ class StatusWriter:
             self._changed.notify()
 
     def _write_all(self) -> None:
-        ended = False
+        ended, n_written = False, 0
         while not ended:
             with self._changed:
                 self._changed.wait_for(lambda: self._next is not None)
                 snapshot, ended = self._next, self._ended
                 self._next = None
             assert snapshot is not None
+            if n_written:
+                self._every_s = min(max(EVERY_S, self._cpu_clock() / n_written / SHARE), SELDOM_S)
             with suppress(OSError):  # `hpcsync watch` says that the status is old; the trace says what is wrong
                 self._replace(self._status(snapshot).model_dump_json())
+            n_written += 1
 
     def _status(self, snapshot: _Snapshot) -> Status:
         job, moment, tally = self._job, snapshot.moment, self.tally

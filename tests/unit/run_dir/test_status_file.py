@@ -8,7 +8,6 @@ import pytest
 
 from hpcsync.cli import watch as watching
 from hpcsync.config.errors import JobError
-from hpcsync.run_dir import status_file
 from hpcsync.run_dir.status_file import STATUS, StatusError, StatusWriter, read, settle
 from tests.unit.jobs import make_job
 
@@ -25,9 +24,9 @@ class Clock:
         return self.now_s
 
 
-def writer(folder, run=None, clock=None):
+def writer(folder, run=None, clock=None, cpu_clock=lambda: 0.0):
     clock = clock or Clock()
-    return StatusWriter(folder, make_job(), run or Run(), ["a", "b"], lambda: [3, 1], clock), clock
+    return StatusWriter(folder, make_job(), run or Run(), ["a", "b"], lambda: [3, 1], clock, cpu_clock), clock
 
 
 def await_samples(folder, samples):
@@ -60,6 +59,22 @@ def test_it_is_written_every_second_and_at_the_end(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [STATUS]
 
 
+def test_what_takes_long_is_written_less_often(tmp_path):
+    run = Run()
+    status, clock = writer(tmp_path, run, cpu_clock=lambda: 0.004)  # after the first
+    status.offer(0.0)
+    await_samples(tmp_path, 0)
+    clock.now_s, run.samples = 1.1, 8
+    status.offer(1.1)
+    assert await_samples(tmp_path, 8).every_s == 4.0
+    clock.now_s, run.samples = 3.0, 16
+    status.offer(3.0)  # would be 0.002 of a core
+    clock.now_s, run.samples = 5.2, 24
+    status.offer(5.2)
+    assert await_samples(tmp_path, 24).every_s == 2.0  # 0.004 s for two
+    status.close("finished")
+
+
 class InPlace(StatusWriter):
     """Negative control: the file is written in place, in two parts."""
 
@@ -74,7 +89,7 @@ class InPlace(StatusWriter):
 @pytest.mark.parametrize("kind", [StatusWriter, InPlace])
 def test_a_reader_never_sees_a_part(tmp_path, kind):
     run, clock = Run(), Clock()
-    status = kind(tmp_path, make_job(), run, ["a", "b"], lambda: [3, 1], clock)
+    status = kind(tmp_path, make_job(), run, ["a", "b"], lambda: [3, 1], clock, lambda: 0.0)
     status.offer(0.0)
     await_samples(tmp_path, 0)
     failures, ended = [], threading.Event()
@@ -178,8 +193,3 @@ def test_what_cannot_be_shown_is_one_line(tmp_path, content, said):
     assert "\n" not in str(caught.value)
     with pytest.raises(JobError, match="no such folder"):
         watching.watch(tmp_path / "none", once=True, as_json=False)
-
-
-def test_the_cost_grows_slower_than_the_number_of_workers():
-    """Longer intervals for more workers keep it below a thousandth of a core, as the documentation has it."""
-    assert status_file.EVERY_S + 1000 * status_file.PER_WORKER_S <= 2
