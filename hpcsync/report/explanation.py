@@ -41,7 +41,7 @@ class WhatIf(NamedTuple):
     without_operation_s
         With the median in place of all times of one operation, by operation.
     by_speed_s
-        With batches in proportion to speed; None where the run's batches already follow it.
+        With batches by speed, which are allocated during the run; None where the run's batches already follow it.
     others_s
         Under other paradigms, by name.
     """
@@ -217,7 +217,7 @@ def _on_stragglers(what_if: WhatIf) -> Iterator[str]:
     text = f"Without stragglers it would have taken {without:.2f} of the time (slowdown S = {what_if.slowdown:.2f})"
     if what_if.by_speed_s is not None:
         share = what_if.by_speed_s / what_if.replayed_s
-        text += f', with batches in proportion to speed (batches.policy = "equal-finish") {share:.2f}'
+        text += f', with batches by speed (batches.policy = "equal-finish") {share:.2f}'
     for paradigm, seconds in what_if.others_s.items():
         text += f", under {paradigm} {seconds / what_if.replayed_s:.2f}"
     yield f"{text}; simulated."
@@ -265,7 +265,7 @@ def _simulations(found: Explanation, what_if: WhatIf) -> RenderableType:
     for worker, seconds in what_if.without_worker_s.items():
         add(f"the median in place of {found.name(worker)}", seconds, f"S_w = {what_if.of_worker(worker):.2f}")
     if what_if.by_speed_s is not None:
-        add("batches in proportion to speed", what_if.by_speed_s)
+        add("batches by speed", what_if.by_speed_s)
     for paradigm, seconds in what_if.others_s.items():
         add(paradigm, seconds)
     real = f"The first {what_if.samples:,} samples, which really took {_seconds(what_if.real_s)}:"

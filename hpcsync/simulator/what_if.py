@@ -48,6 +48,7 @@ from hpcsync.workloads.registry import build
 ROWS = 10_000  # pushes or exchanges of a simulation, at most (it simulates some 10,000 a second)
 WORKERS = 5  # workers whose times are replaced: those that compute longest
 OPERATIONS = ("computation", "transfer")
+BY_SPEED = {"policy": "equal-finish", "predictor": "smoothing"}
 
 
 class NotReplayed(Exception):
@@ -86,6 +87,12 @@ def _under(recorded: _Recorded, paradigm: Mapping[str, Any], link: Link | None) 
     return recorded._replace(job=job)
 
 
+def _with_batches_by_speed(recorded: _Recorded) -> _Recorded:
+    """Return the same run with batches that the allocation hands out, from equal ones on."""
+    table = tomllib.loads(recorded.job.to_toml())
+    return recorded._replace(job=Job.from_table({**table, "batches": BY_SPEED}))
+
+
 def study(trace: Trace | TraceFile, paradigms: Sequence[Mapping[str, Any]] = ()) -> WhatIf:
     """Simulate the beginning of a run with its own times, with some of them replaced, and under other paradigms.
 
@@ -117,13 +124,9 @@ def study(trace: Trace | TraceFile, paradigms: Sequence[Mapping[str, Any]] = ())
         replaced = [_replaced(each, medians[i], operations) if i in chosen else each for i, each in enumerate(times)]
         return _duration_s(recorded, replaced)
 
-    speeds = 1.0 / np.array([_mean_step_s(each) or np.nan for each in times])
     by_speed_s = None
-    may_allocate = trace.job.batches.policy == "equal" and trace.job.paradigm.allocates
-    if may_allocate and np.isfinite(speeds).all():
-        loads = speeds / speeds.mean()
-        scaled = [each._replace(compute_s=each.compute_s * load) for each, load in zip(times, loads, strict=True)]
-        by_speed_s = _duration_s(recorded, scaled)
+    if trace.job.batches.policy == "equal" and trace.job.paradigm.allocates:
+        by_speed_s = _duration_s(_with_batches_by_speed(recorded), times)
     return WhatIf(
         recorded.samples,
         recorded.real_s,
