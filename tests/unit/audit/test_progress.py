@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from hpcsync.audit.trace_audit import audit
+from hpcsync.config.workloads import Function
 from tests.unit.simulator.running import simulate, timing_job
 from tests.unit.trace.recorder import attributes, edit, record, with_rows, with_status
 
@@ -126,6 +127,13 @@ def test_an_unfinished_run_may_lack_the_last_evaluation(trace):
     running = with_status(trace, "running")
     assert failing(with_rows(running, "evaluations", trace.tables["evaluations"][:-2])) == set()
     assert failing(with_rows(running, "evaluations", np.delete(trace.tables["evaluations"], 2))) == {DUE}
+
+
+def test_only_an_evaluation_of_the_user_may_return_nan_and_then_a_number(trace):
+    """Of ours, a loss that is NaN is that of weights that are not finite."""
+    lost = edit(trace, "evaluations", 2, loss=math.nan)
+    assert failing(lost) == {DUE}
+    assert DUE not in failing(of_job(lost, workload=Function(name="mine:train")))
 
 
 def test_another_stopping_rule(trace):
