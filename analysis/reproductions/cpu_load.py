@@ -29,6 +29,7 @@ ITERATION_S = 0.15  # alone; the least with which the network may learn in every
 N_ITERATIONS = 400
 # Guesses: how many other processes compute, in multiples of the cores, and the mean time until that changes.
 OTHERS, DWELL_S = (0.0, 0.5, 1.0, 1.5, 2.0), (1.0, 10.0)
+START_S = 10.0  # until all of them run
 FIRST_SEED = 7
 WITHOUT, WITH, LAST, SMOOTHING = "gru", "gru with load", "last", "smoothing"
 
@@ -78,29 +79,46 @@ def calibrated() -> int:
 
 @contextmanager
 def competitors(seed: int, dwell_s: float, n_cores: int) -> Iterator[None]:
-    """Let other processes compute, all for the same drawn times."""
-    most = math.ceil(max(OTHERS) * n_cores)
-    context = multiprocessing.get_context("spawn")
-    others = [context.Process(target=compete, args=(seed, dwell_s, n_cores, at), daemon=True) for at in range(most)]
+    """Let other processes compute when `schedule` says so, once they have started.
+
+    Raises
+    ------
+    RuntimeError
+        If one of them has ended by itself.
+    """
+    context, begin_s = multiprocessing.get_context("spawn"), time.monotonic() + START_S
+    others = [
+        context.Process(target=compete, args=(seed, dwell_s, n_cores, number, begin_s), daemon=True)
+        for number in range(math.ceil(max(OTHERS) * n_cores))
+    ]
     for other in others:
         other.start()
     try:
+        time.sleep(START_S if others else 0.0)
         yield
+        if any(other.exitcode is not None for other in others):
+            raise RuntimeError("a process that was to compute has ended")
     finally:
         for other in others:
             other.terminate()
             other.join()
 
 
-def compete(seed: int, dwell_s: float, n_cores: int, number: int) -> None:
+def compete(seed: int, dwell_s: float, n_cores: int, number: int, begin_s: float) -> None:
     """Compute whenever more than `number` processes are to, until terminated."""
-    draw = np.random.default_rng([seed, round(1000 * dwell_s)])
-    for share in draw.choice(OTHERS, 10**6):
-        end_s = time.monotonic() + draw.exponential(dwell_s)
+    for end_s, share in schedule(seed, dwell_s, begin_s):
         if number >= round(share * n_cores):
-            time.sleep(end_s - time.monotonic())
+            time.sleep(max(0.0, end_s - time.monotonic()))
         while time.monotonic() < end_s:
             pass
+
+
+def schedule(seed: int, dwell_s: float, begin_s: float) -> Iterator[tuple[float, float]]:
+    """Yield until when how many processes per core are to compute, the same for all processes."""
+    draw, end_s = np.random.default_rng([seed, round(1000 * dwell_s)]), begin_s
+    while True:
+        end_s += draw.exponential(dwell_s)
+        yield end_s, float(draw.choice(OTHERS))
 
 
 def machine_busy_s() -> float:

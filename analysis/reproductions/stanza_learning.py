@@ -26,12 +26,12 @@ from reproductions.stanza import SHARDS, STANZA
 from reproductions.stanza_real import IN_PIECES, METHODS, RING, SECONDS, SERVER
 from reproductions.tuning import stem, tuned
 
-# Nine tenths of it are fully connected, as of VGG-16: 0.86 million parameters, of which 0.79 million. Sizes and lengths
-# are guesses.
+# Nine tenths of it are fully connected, as of VGG-16: 0.865 million parameters, of which 0.79 million. Sizes and
+# lengths are guesses.
 WORKLOAD = {"name": "images", "batch_size": 8, "size": 16, "width": 16, "hidden": 768}
 OPTIMIZER = {"name": "sgd", "lr": 0.005, "momentum": 0.9}
 SAMPLES, EVERY_SAMPLES = 6_000, 120
-MEGABITS = 8 * 4 * 0.863  # of its gradient
+MEGABITS = 8 * 4 * 0.863  # of its gradient, about
 # Links on which the gradient takes so many times what an iteration computes: VGG-16's beside a V100.
 LINKS = {"narrow": 2.7, "wide": 0.5}
 WORDS = {"narrow": "10 Gbit/s", "wide": "50 Gbit/s"}

@@ -466,7 +466,7 @@ def end_refused(error: Exception) -> NoReturn:
     together = mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() and mpi.COMM_WORLD.size > 1
     rank = launcher.expected_rank()
     if together and rank > 0:
-        time.sleep(SAME_ERROR_S)
+        time.sleep(SAME_ERROR_S + 0.2 * rank)  # one after the other
     if together or rank == 0:
         print(f"hpcsync: {error}\n", end="", file=sys.stderr, flush=True)
     if together:

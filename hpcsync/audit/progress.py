@@ -145,7 +145,8 @@ def evaluations_come_when_due(trace: Trace) -> Check:
     missing = np.setdiff1d(reached, rows["version"]) if each and len(rows) else np.zeros(0, int)
     missing = missing if trace.finished else missing[missing < rows["version"].max(initial=0)]
     share = rows["accuracy"]
-    own = isinstance(job.workload, Function | Script)  # whose evaluation may return anything
+    # An evaluation of the user may return anything; a worker that joins brings weights of its own.
+    own = isinstance(job.workload, Function | Script) or len(trace.tables["membership"]) > 0
     until_s = _next_update_s(trace, rows["version"])
     reaches = np.array([job.stop.satisfied(*row) for row in during[["loss", "accuracy"]].tolist()], bool)
     reaches[: 0 if n_resumed is None else np.count_nonzero(rows["now_s"] <= trace.tables["starts"]["now_s"][-1])] = (

@@ -35,17 +35,18 @@ def check_training(trace: Trace) -> list[Check]:
         found = "there is none"
     known = set(codes.tolist()) <= NAMES.keys()
     finite = Check("some contribution is finite", known and len(problems) > counts.sum(), len(problems), found)
-    return [finite, *gradients_are_not_all_zero(rows[used]), losses_have_their_problems(trace, rows[used])]
+    return [finite, *gradients_are_not_all_zero(trace, rows[used]), losses_have_their_problems(trace, rows[used])]
 
 
-def gradients_are_not_all_zero(rows: np.ndarray) -> list[Check]:
+def gradients_are_not_all_zero(trace: Trace, rows: np.ndarray) -> list[Check]:
     """Check that some gradient is not zero, which none is if the loss does not depend on what is trained.
 
-    There is no check if no norm is known. A gradient that is not finite has an infinite one.
+    There is no check if no norm is known, or if the run has not finished. A gradient that is not finite has an infinite
+    norm.
     """
     norms = rows["gradient_sq"] if "gradient_sq" in (rows.dtype.names or ()) else np.empty(0)
     norms = norms[~np.isnan(norms)]
-    if not len(norms):
+    if not len(norms) or not trace.finished:
         return []
     some = bool((norms > 0).any())
     detail = "" if some else "all are zero: does the loss depend on the model's parameters?"

@@ -160,7 +160,7 @@ class Trials:
         except TimeoutError:
             return False
         except BrokenProcessPool:
-            raise JobError(f"advise: {about}: a process that simulates was killed; was memory short?") from None
+            raise JobError(f"advise: {about}: a process that simulates was killed: out of memory?") from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
             for process in multiprocessing.active_children():

@@ -354,7 +354,7 @@ class _Adviser:
                 f"intervals are {self._wider:.2f} times as wide. What more workers would cost a server is not known."
             )
         elif "network" not in tomllib.loads(self._job.to_toml())["cluster"]:
-            seen = "what it was seen to carry" if self._trace.job.has_servers else "taken from the workers'"
+            seen = "its measured total" if self._trace.job.has_servers else "taken from the workers'"
             yield f"Links have the rates that the run measured; a server's is {seen}."
         for label, reason in self._left_out.items():
             yield f"Not tried: {label} ({reason})."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -218,8 +219,9 @@ def with_part(traces: list[Trace], has: Callable[[Trace], bool], part: str) -> t
     kept = [trace for trace in traces if has(trace)]
     if not kept:
         raise TraceError(f"{traces[0].path}: nothing to draw: no {part} in this run, {label(traces[0])}")
-    others = dict.fromkeys(label(trace) for trace in traces if not has(trace))
-    return kept, tuple(f"{name}: left out, no {part}" for name in others)
+    lacking = Counter(label(trace) for trace in traces if not has(trace))
+    all_runs = Counter(label(trace) for trace in traces)
+    return kept, tuple(f"{name}: {n} of {all_runs[name]} left out, no {part}" for name, n in lacking.items())
 
 
 def with_servers(traces: list[Trace]) -> tuple[list[Trace], tuple[str, ...]]:

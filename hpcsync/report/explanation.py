@@ -41,7 +41,8 @@ class WhatIf(NamedTuple):
     without_operation_s
         With the median in place of all times of one operation, by operation.
     by_speed_s
-        With batches by speed, which are allocated during the run; None where the run's batches already follow it.
+        With batches by speed, which are allocated during the run; None where the run's batches already follow it, and
+        for a short run.
     others_s
         Under other paradigms, by name.
     """

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from hpcsync.report.live import PARTS, Status, Workers
 
-OLD = 10  # intervals after which a status of a running run is said to be old
+OLD_S, OLD = 10.0, 3  # seconds, and intervals, after which a status of a running run is said to be old
 LOAD_SHOWN = 0.01  # share of a worker's time from which on loading has a column
 WIDE = 66  # columns of a terminal that all columns of the table but the hosts take
 LEAST_OF_HOST = 8  # columns for the names of hosts, or there are none
@@ -64,7 +64,7 @@ def _title(status: Status, age_s: float) -> Text:
         (status.status, {"running": "green", "finished": "green"}.get(status.status, "bold red")),
         f"  {status.now_s:,.1f} s",
     )
-    if status.status == "running" and age_s > OLD * status.every_s:
+    if status.status == "running" and age_s > max(OLD_S, OLD * status.every_s):
         title.append(f"  no news for {age_s:,.0f} s: rank 0 hangs, has died or cannot write", "bold red")
     return title
 

@@ -49,6 +49,7 @@ ROWS = 10_000  # pushes or exchanges of a simulation, at most (it simulates some
 WORKERS = 5  # workers whose times are replaced: those that compute longest
 OPERATIONS = ("computation", "transfer")
 BY_SPEED = {"policy": "equal-finish", "predictor": "smoothing"}
+LEAST_INTERVALS = 3  # of allocation: in a shorter run most batches are still the equal ones
 
 
 class NotReplayed(Exception):
@@ -87,10 +88,9 @@ def _under(recorded: _Recorded, paradigm: Mapping[str, Any], link: Link | None) 
     return recorded._replace(job=job)
 
 
-def _with_batches_by_speed(recorded: _Recorded) -> _Recorded:
-    """Return the same run with batches that the allocation hands out, from equal ones on."""
-    table = tomllib.loads(recorded.job.to_toml())
-    return recorded._replace(job=Job.from_table({**table, "batches": BY_SPEED}))
+def _with_batches_by_speed(job: Job) -> Job:
+    """Return the same job with batches that are allocated, from equal ones on."""
+    return Job.from_table({**tomllib.loads(job.to_toml()), "batches": BY_SPEED})
 
 
 def study(trace: Trace | TraceFile, paradigms: Sequence[Mapping[str, Any]] = ()) -> WhatIf:
@@ -126,7 +126,11 @@ def study(trace: Trace | TraceFile, paradigms: Sequence[Mapping[str, Any]] = ())
 
     by_speed_s = None
     if trace.job.batches.policy == "equal" and trace.job.paradigm.allocates:
-        by_speed_s = _duration_s(_with_batches_by_speed(recorded), times)
+        allocated = _with_batches_by_speed(recorded.job)
+        total = allocated.batch_total
+        assert total is not None  # it is the timing workload's
+        if recorded.samples >= LEAST_INTERVALS * allocated.batches.interval * total:
+            by_speed_s = _duration_s(recorded._replace(job=allocated), times)
     return WhatIf(
         recorded.samples,
         recorded.real_s,

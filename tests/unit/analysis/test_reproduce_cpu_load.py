@@ -1,5 +1,7 @@
 """The reproduction about CPU load: what a recording says, and that a network which knows the load makes use of it."""
 
+import itertools
+
 import numpy as np
 import pandas as pd
 
@@ -20,9 +22,19 @@ def test_load_that_tells_the_next_speed_is_used():
 def test_a_recording_has_speeds_and_what_others_use(monkeypatch):
     monkeypatch.setattr(cpu_load, "ITERATION_S", 0.02)
     monkeypatch.setattr(cpu_load, "N_ITERATIONS", 5)
-    monkeypatch.setattr(cpu_load, "OTHERS", (1.0,))
+    monkeypatch.setattr(cpu_load, "OTHERS", (0.0,))  # no process is started
     recorded = cpu_load.record(7, 10.0)
     assert len(recorded) == 5
     assert (recorded["speed"] > 0).all()
-    assert recorded["load"].between(-0.5, 1.5).all()  # counted in steps of 10 ms
+    assert (recorded["load"] < 1.5).all()  # counted in steps of 10 ms
     assert (recorded["running"] >= 0).all()
+
+
+def test_all_processes_compute_by_the_same_clock():
+    first, second = (list(itertools.islice(cpu_load.schedule(7, 1.0, 100.0), 2000)) for _ in range(2))
+    assert first == second
+    assert list(itertools.islice(cpu_load.schedule(8, 1.0, 100.0), 2000)) != first
+    ends_s, shares = zip(*first, strict=True)
+    assert (np.diff([100.0, *ends_s]) >= 0).all()
+    assert 0.9 < (ends_s[-1] - 100.0) / 2000 < 1.1
+    assert set(shares) == set(cpu_load.OTHERS)

@@ -218,7 +218,7 @@ def test_a_simulation_whose_process_is_killed_is_told_in_one_line(job, tmp_path,
         raise BrokenProcessPool("A process in the process pool was terminated abruptly")
 
     monkeypatch.setattr(Inline, "submit", killed)
-    with pytest.raises(JobError, match=r"^advise: trial 1: a process that simulates was killed; was memory short\?$"):
+    with pytest.raises(JobError, match=r"^advise: trial 1: a process that simulates was killed: out of memory\?$"):
         main(job, Asked(paradigms=("bsp", "asp"), out=tmp_path / "out"))
 
 

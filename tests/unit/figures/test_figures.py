@@ -463,7 +463,7 @@ def test_runs_without_what_a_figure_shows_are_left_out_with_a_note(script, gossi
     if script == "consensus":
         drawn, left_out, part = left_out, drawn, "consensus distance"
     (drawing,) = figures.draw(script, mixed)
-    assert drawing.notes == (f"{left_out}: left out, no {part}",)
+    assert drawing.notes == (f"{left_out}: 1 of 1 left out, no {part}",)
     assert set(drawing.data.get("trace", pd.Series(drawn))) == {drawn}
     assert figures.draw(script, mixed[::-1])[0].data.equals(drawing.data)
 

@@ -146,7 +146,7 @@ def test_who_is_in_trouble_comes_first_then_the_slowest():
 def test_an_old_status_is_said_to_be_old():
     assert "no news for 34 s" in text(status(), age_s=34.0)
     assert "no news" not in text(status(status="finished"), age_s=34.0)
-    assert "no news" not in text(status(every_s=11.0), age_s=34.0)
+    assert "no news" not in text(status(every_s=12.0), age_s=34.0)
 
 
 def test_a_stall_is_shown():

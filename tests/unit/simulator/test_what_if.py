@@ -54,7 +54,7 @@ def test_equal_slow_links_are_no_stragglers(tmp_path, paradigm):
 
 @pytest.mark.parametrize("paradigm", [*LOCKSTEP, {"name": "asp"}, {"name": "ssp", "staleness": 2}])
 def test_equal_workers_have_no_stragglers(tmp_path, paradigm):
-    found = study(simulated(tmp_path, paradigm, [0.1, 0.1, 0.1], network=NETWORK))
+    found = study(simulated(tmp_path, paradigm, [0.1, 0.1, 0.1], network=NETWORK, updates=100))
     assert found.slowdown == pytest.approx(1.0, abs=0.02)
     if paradigm["name"] != "local-sgd":
         assert found.by_speed_s == pytest.approx(found.replayed_s, rel=0.02)
@@ -106,6 +106,12 @@ def test_steps_between_iterations_count(tmp_path, paradigm):
     assert any("other work between iterations" in line for line in sentences(explain(trace), None))
     with opened(trace.path, slice_rows=5) as file:
         assert explain(file).between_s == pytest.approx(between_s)
+
+
+def test_a_run_of_few_iterations_does_not_show_what_batches_by_speed_would_do(tmp_path):
+    short, long = (study(simulated(tmp_path, {"name": "bsp"}, [0.1, 0.2], updates=n)) for n in (29, 30))
+    assert short.by_speed_s is None
+    assert long.by_speed_s < long.replayed_s
 
 
 @pytest.mark.parametrize("paradigm", ["bsp", "allreduce"])
