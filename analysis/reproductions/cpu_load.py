@@ -26,7 +26,7 @@ from hpcsync.training.speed_models import HIDDEN, LR, RATIO_MAX, RATIO_MIN, WIND
 from reproductions.claims import Claim, conclude, of, ratio
 
 ITERATION_S = 0.15  # alone; the least with which the network may learn in every iteration
-N_ITERATIONS = 400
+N_ITERATIONS = 300
 # Guesses: how many other processes compute, in multiples of the cores, and the mean time until that changes.
 OTHERS, DWELL_S = (0.0, 0.5, 1.0, 1.5, 2.0), (1.0, 10.0)
 START_S = 10.0  # until all of them run
