@@ -12,6 +12,7 @@ from hpcsync.audit.server_recount import Recount
 from hpcsync.config.job import Script
 from hpcsync.config.workloads import Function
 from hpcsync.trace.reader import Trace
+from hpcsync.trace.schema import Change
 from hpcsync.training.lr_schedule import learning_rate
 
 SAME_TIME_S = 1e-6
@@ -146,7 +147,8 @@ def evaluations_come_when_due(trace: Trace) -> Check:
     missing = missing if trace.finished else missing[missing < rows["version"].max(initial=0)]
     share = rows["accuracy"]
     # An evaluation of the user may return anything; a worker that joins brings weights of its own.
-    own = isinstance(job.workload, Function | Script) or len(trace.tables["membership"]) > 0
+    joins = trace.tables["membership"]["change"] == Change.JOINED
+    own = isinstance(job.workload, Function | Script) or bool(joins.any())
     until_s = _next_update_s(trace, rows["version"])
     reaches = np.array([job.stop.satisfied(*row) for row in during[["loss", "accuracy"]].tolist()], bool)
     reaches[: 0 if n_resumed is None else np.count_nonzero(rows["now_s"] <= trace.tables["starts"]["now_s"][-1])] = (
