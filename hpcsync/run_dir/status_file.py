@@ -25,7 +25,7 @@ from hpcsync.system.atomic_files import removing
 
 STATUS = "status.json"
 EVERY_S, SELDOM_S = 1.0, 10.0  # least and largest time between two
-SHARE = 0.0008  # of a core, which writing them may take: with the first and the last, less than 0.001 after a minute
+SHARE = 0.0008  # of a core, which writing them may take: with the first and the last, 0.001 after a minute
 
 
 class StatusError(Exception):
