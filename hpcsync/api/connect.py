@@ -462,20 +462,19 @@ def end_refused(error: Exception) -> NoReturn:
     Most errors occur on all ranks: rank 0 prints them at once and ends the others, which wait for it. An error that
     rank 0 does not report within `SAME_ERROR_S` is that of another rank.
     """
-    mpi = sys.modules.get("mpi4py.MPI")
-    together = mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() and mpi.COMM_WORLD.size > 1
-    rank = launcher.expected_rank()
-    if together and rank > 0:
-        time.sleep(SAME_ERROR_S + 0.2 * rank)  # one after the other
-    if together or rank == 0:
-        print(f"hpcsync: {error}\n", end="", file=sys.stderr, flush=True)
-    if together:
-        assert mpi is not None
-        sys.stdout.flush()
-        wait_until_read()
-        mpi.COMM_WORLD.Abort(2)
-        os._exit(2)  # MPICH's abort may return before the launcher ends this rank
-    sys.exit(2)
+    mpi, rank = sys.modules.get("mpi4py.MPI"), launcher.expected_rank()
+    comm = mpi.COMM_WORLD if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() else None
+    if comm is None or comm.size == 1:
+        if rank == 0:
+            print(f"hpcsync: {error}\n", end="", file=sys.stderr, flush=True)
+        sys.exit(2)
+    if rank > 0:
+        time.sleep(SAME_ERROR_S * (1 + rank / comm.size))  # one after the other
+    print(f"hpcsync: {error}\n", end="", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    wait_until_read()
+    comm.Abort(2)
+    os._exit(2)  # MPICH's abort may return before the launcher ends this rank
 
 
 def agree(comm: MPI.Intracomm, on_rank_0: Callable[[], T]) -> T:
