@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import signal
@@ -131,8 +130,7 @@ def _run(
         if not oversubscribe:
             _refuse_crowd(job, ranks)
     given = out is not None and os.path.exists(out)
-    above = (Path("runs/NAME") if out is None else out).parents
-    missing = list(itertools.takewhile(lambda path: not os.path.exists(path), above))
+    missing = layout.missing_above(out)
     if resume and before is None:
         layout.put_aside(out)
     folder = layout.choose(job, out, before)

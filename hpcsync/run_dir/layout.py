@@ -27,6 +27,7 @@ TRACE = "trace.h5"
 JOB = "job.toml"
 WEIGHTS = "weights.safetensors"
 SUMMARY = "summary.json"
+RUNS = Path("runs")  # for runs whose folder is not given
 
 
 def choose(job: Job, out: str | Path | None, before: Resumed | None = None) -> Path:
@@ -62,6 +63,12 @@ def choose(job: Job, out: str | Path | None, before: Resumed | None = None) -> P
                     raise _taken(folder, name)
         with tempfile.TemporaryFile(dir=folder):
             return folder
+
+
+def missing_above(out: str | Path | None) -> list[Path]:
+    """Return the folders above that of a run which do not exist yet, the innermost first."""
+    folder = RUNS / "new" if out is None else Path(out)
+    return list(itertools.takewhile(lambda above: not above.exists(), folder.parents))
 
 
 def finished_already(out: str | Path | None, resume: bool) -> bool:
@@ -164,13 +171,12 @@ def withdraw(folder: Path) -> None:
 
 def _make_new(job: Job) -> Path:
     """Create a folder that no other run uses, not even one that begins in the same second."""
-    runs = Path("runs")
     stem = f"{job.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     names = itertools.chain([stem], (f"{stem}-{i}" for i in itertools.count(2)))
-    with _as_job_error(runs):
-        runs.mkdir(exist_ok=True)
+    with _as_job_error(RUNS):
+        RUNS.mkdir(exist_ok=True)
         while True:
-            folder = runs / next(names)
+            folder = RUNS / next(names)
             with suppress(FileExistsError):
                 folder.mkdir()
                 return folder
