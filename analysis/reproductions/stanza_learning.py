@@ -124,7 +124,18 @@ def reproduce(out: Path, seeds: int, processes: int, console: Console) -> pd.Dat
     reported, columns = range(FIRST_SEED, FIRST_SEED + seeds), [f"accuracy_{accuracy}_s" for accuracy in ACCURACIES]
     make = functools.partial(job, tuned_on)
     results = [
-        tuned(tuned_on, tuple(METHODS), make, measure, columns, reported, out, processes, console, None, TUNING_SEEDS)
+        tuned(
+            tuned_on,
+            tuple(METHODS),
+            make,
+            measure,
+            columns,
+            reported,
+            out,
+            processes,
+            console,
+            tuning_seeds=TUNING_SEEDS,
+        )
     ]
     rates = pd.read_csv(out / "tuned-rates.csv").set_index("paradigm")["factor"]
     for link in other_links:

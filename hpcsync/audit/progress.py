@@ -146,9 +146,9 @@ def evaluations_come_when_due(trace: Trace) -> Check:
     missing = np.setdiff1d(reached, rows["version"]) if each and len(rows) else np.zeros(0, int)
     missing = missing if trace.finished else missing[missing < rows["version"].max(initial=0)]
     share = rows["accuracy"]
-    # An evaluation of the user may return anything; a worker that joins brings weights of its own.
+    # NaN may be followed by numbers: the user's evaluation may return anything, a worker that joins brings its weights.
     joins = trace.tables["membership"]["change"] == Change.JOINED
-    own = isinstance(job.workload, Function | Script) or bool(joins.any())
+    may_recover = isinstance(job.workload, Function | Script) or bool(joins.any())
     until_s = _next_update_s(trace, rows["version"])
     reaches = np.array([job.stop.satisfied(*row) for row in during[["loss", "accuracy"]].tolist()], bool)
     reaches[: 0 if n_resumed is None else np.count_nonzero(rows["now_s"] <= trace.tables["starts"]["now_s"][-1])] = (
@@ -170,7 +170,7 @@ def evaluations_come_when_due(trace: Trace) -> Check:
             describe_columns("/evaluations", rows, "version", "accuracy"),
         ),
         (
-            (_is_lost(rows["loss"]) | _is_lost(rows["accuracy"])) & (not own),
+            (_is_lost(rows["loss"]) | _is_lost(rows["accuracy"])) & (not may_recover),
             describe_columns("/evaluations", rows, "version", "loss", "accuracy"),
         ),
         (

@@ -106,7 +106,7 @@ class Replica:
         Raises
         ------
         RuntimeError
-            If no parameter has one, as torch does for a loss that depends on nothing.
+            If no parameter has one, as torch does for a loss that requires no gradient.
         """
         reached: list[torch.Tensor] = []
         hook = torch.autograd.graph.register_multi_grad_hook(self._flat.parameters, reached.append, mode="any")
