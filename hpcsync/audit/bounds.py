@@ -23,7 +23,9 @@ from hpcsync.audit.phases import by_phase
 from hpcsync.audit.server_recount import Recount
 from hpcsync.audit.switch import check_switch
 from hpcsync.paradigms.ashl import AshlOptions
+from hpcsync.paradigms.dssp import DsspOptions
 from hpcsync.paradigms.easgd import EasgdOptions
+from hpcsync.paradigms.ssp import SspOptions
 from hpcsync.trace.iteration_counts import NEVER
 from hpcsync.trace.schema import Outcome
 
@@ -124,6 +126,26 @@ def slowest_is_never_blocked(recount: Recount) -> Check:
     )
 
 
+def updates_are_of_pushes_that_met(recount: Recount, paradigm: SspOptions | DsspOptions) -> Check:
+    """Check that each update is of one push, or of the pushes of blocked workers and the next push that is not."""
+    last = np.zeros(len(recount.applied), bool)
+    ends = np.cumsum(recount.updates["n_contributions"]) - 1
+    last[ends[ends < len(last)]] = True
+    pushes, event = recount.pushes[recount.applied], recount.push_event[recount.applied]
+    release = np.append(recount.grant_event, NEVER)[recount.push_grant[recount.applied]]
+    waits = (release > event) & paradigm.merge
+    # In an unfinished trace the grants of the last event may be missing.
+    known = recount.finished | (event < len(recount.events) - 1)
+    return check_rows(
+        "an update is of one push" + " and of those that wait" * paradigm.merge,
+        known & (last == waits),
+        lambda i: (
+            f"push of seq {pushes['seq'][i]}, whose worker {'waits' if waits[i] else 'continues'}, "
+            f"{'completes an' if last[i] else 'does not complete its'} update"
+        ),
+    )
+
+
 def no_worker_is_blocked(recount: Recount, until_seq: int = NEVER) -> Check:
     """Check that each push before `until_seq` is granted in the answer to itself."""
     answered = (recount.push_grant >= 0) & (recount.pushes["seq"] < until_seq)
@@ -183,6 +205,7 @@ GUARANTEES: dict[str, Callable[[Recount, Any], list[Check]]] = {
     "complete-rounds": lambda recount, _: [rounds_are_complete(recount)],
     "slowest-runs": lambda recount, _: [slowest_is_never_blocked(recount)],
     "nobody-waits": lambda recount, _: [no_worker_is_blocked(recount)],
+    "merged": lambda recount, options: [updates_are_of_pushes_that_met(recount, options)],
     "lead": lambda recount, options: leads_are_bounded(
         recount, options.lead_aim, required=options.lead_aim == options.lead_bound
     ),

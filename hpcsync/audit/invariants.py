@@ -86,6 +86,7 @@ def seq_is_unbroken(trace: Trace, recount: Recount) -> Check:
     be followed only by decisions in progress, departures, joins and their answers; once the run is stopping, by stop
     grants and the pushes that they answer, which are dropped; and, where grants precede updates, by the grants of the
     last answer. In the k family some workers may continue, but only with the version from before: there is no update.
+    So may workers that a departure releases where the pushes of blocked workers are added to the next update.
     """
     seqs = recount.seqs
     parts: list[Part] = [(np.diff(seqs) == 0, lambda i: f"seq {seqs[i]} occurs twice")]
@@ -105,7 +106,7 @@ def seq_is_unbroken(trace: Trace, recount: Recount) -> Check:
         if recount.grants_first:
             events = np.concatenate([trace.tables[table]["seq"] for table in ("pushes", "membership")])
             continuing &= grants["seq"] < events.max(initial=0)
-        if recount.k is not None:
+        if recount.k is not None or recount.job.paradigm.merges:
             continuing &= grants["version"] != recount.version_at(np.array([recount.horizon]))[0]
         parts.append((continuing, lambda i: f"{missing} with the grant of seq {grants['seq'][i]}"))
     return check_all("seq numbers each row once", *parts)

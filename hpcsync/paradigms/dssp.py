@@ -20,10 +20,10 @@ modes::
     c  may credits be granted beyond s_U?                     j  a slowest worker that is overdue
     d  every push is recorded in table A                      k  line 8 is `<=`
     e  slowest worker: by pushes, then by predicted push      l  release by lead, prediction by one push
-    f  all workers with the most pushes are the fastest       m  pushes are applied singly (see ssp.py)
+    f  all workers with the most pushes are the fastest       m  are pushes that meet merged (see ssp.py)?
     g  argmin ties: smallest r, then smallest k               n  a departure releases (see ssp.py)
 
-Of these b, c, i and j have two readings, each an option of its own: a mode is a choice of the four.
+Of these b, c, i, j and m have two readings, each an option of its own: a mode is a choice of the first four.
 
 References
 ----------
@@ -41,7 +41,7 @@ from typing import Annotated, Any, Literal
 from hpcsync.paradigms.events import Action, Decision, Grant
 from hpcsync.paradigms.options import Allowed, OptionError, ParadigmOptions, Whole, computed
 from hpcsync.paradigms.papers import Reference, meeting
-from hpcsync.paradigms.ssp import SSP
+from hpcsync.paradigms.ssp import SSP, each_update
 from hpcsync.planning.checks import is_whole
 
 # The readings of each mode: c, b, i and j.
@@ -73,6 +73,8 @@ class DSSP(SSP):
         (i) "grant" or "push": event with which an interval begins, and from which the next push is predicted.
     overdue
         (j) When an overdue push of the slowest worker is expected: "now", or in the "past", as predicted.
+    merge
+        (m) If True, the push of a worker that is blocked is added to the next update in place of being one.
 
     Notes
     -----
@@ -126,6 +128,7 @@ class DSSP(SSP):
         first_costs: bool | None = None,
         interval_begin: str | None = None,
         overdue: str | None = None,
+        merge: bool = False,
     ) -> None:
         for name, value in (("staleness_min", staleness_min), ("staleness_max", staleness_max)):
             if not (is_whole(value) and value >= 0):
@@ -134,7 +137,7 @@ class DSSP(SSP):
             raise ValueError(f"staleness_max must be at least staleness_min = {staleness_min}, got {staleness_max}")
         if mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
-        super().__init__(n_workers, staleness=staleness_min)
+        super().__init__(n_workers, staleness=staleness_min, merge=merge)
         self.staleness_max = staleness_max
         self.r_max = staleness_max - staleness_min
         preset = MODES[mode]
@@ -368,6 +371,8 @@ class DsspOptions(ParadigmOptions):
         Event with which a worker's interval begins, and from which its next push is predicted.
     overdue
         When an overdue push of the slowest worker is expected: now, or in the past, as predicted.
+    merge
+        Whether the push of a worker that waits is added to the next update in place of being one.
     """
 
     name: Literal["dssp"] = "dssp"
@@ -382,9 +387,10 @@ class DsspOptions(ParadigmOptions):
     overdue: Literal["now", "past"] = computed(
         lambda given: MODES[given["mode"]]["overdue"], '`"now"` in mode `"bounded"`, else `"past"`'
     )
+    merge: bool = False
 
     policy = DSSP
-    guarantees = ("lead", "slowest-runs")
+    guarantees = ("lead", "slowest-runs", "merged")
     papers = (ZHAO,)
     place = 40
     colour = "#CC79A7"
@@ -396,6 +402,11 @@ class DsspOptions(ParadigmOptions):
         if self.staleness_max < self.staleness_min:
             must = f"must be at least paradigm.staleness_min = {self.staleness_min}"
             raise OptionError("paradigm.staleness_max", self.staleness_max, must)
+
+    @property
+    def merges(self) -> bool:
+        """True if the push of a blocked worker is added to the next update."""
+        return self.merge
 
     @property
     def lead_bound(self) -> float:
@@ -422,7 +433,7 @@ class DsspOptions(ParadigmOptions):
     def label(self) -> str:
         """Name with the main options, for figures."""
         words = [f"DSSP, s = {self.staleness_min} to {self.staleness_max}"]
-        words += ["paper mode"] * (self.mode == "paper")
+        words += ["paper mode"] * (self.mode == "paper") + ["merged"] * self.merge
         preset = MODES[self.mode]
         return ", ".join(
             words + [f"{name} {getattr(self, name)}" for name in preset if getattr(self, name) != preset[name]]
@@ -432,7 +443,7 @@ class DsspOptions(ParadigmOptions):
         """Return the paradigm in a sentence."""
         low, high = self.staleness_min, self.staleness_max
         ahead = f"a worker starts more than {low} iterations ahead of the slowest only if the controller allows it"
-        return f"each gradient is an update; {ahead}, " + (
+        return f"{each_update(merge=self.merge)}; {ahead}, " + (
             f"never more than {high}"
             if self.enforce_max
             else f"with {high} as its target (as printed in the paper: no bound)"

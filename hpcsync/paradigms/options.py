@@ -256,6 +256,11 @@ class ParadigmOptions:
         return False
 
     @property
+    def merges(self) -> bool:
+        """True if the push of a blocked worker is added to the next update, whoever makes it."""
+        return False
+
+    @property
     def needs_all(self) -> bool:
         """True if the run can be resumed only with all of its workers."""
         return False

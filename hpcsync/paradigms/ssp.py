@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from hpcsync.paradigms.base import Paradigm
-from hpcsync.paradigms.events import Action, Apply, PushInfo
+from hpcsync.paradigms.events import Accumulate, Action, Apply, PushInfo
 from hpcsync.paradigms.options import Allowed, ParadigmOptions
 from hpcsync.paradigms.papers import Reference, neurips
 from hpcsync.paradigms.worker_counts import Gate
@@ -37,18 +37,21 @@ class SSP(Paradigm):
     staleness
         Largest lead at which an iteration may start, in iterations: an integer >= 0 (0 is lock-step), or math.inf (no
         worker is ever blocked).
+    merge
+        If True, the push of a worker that is blocked is added to the next update in place of being one.
 
     Notes
     -----
     The actions that answer a push are the update, the grant of the pushing worker, then the grants of the workers that
-    it releases: least advanced first, ties in worker order.
+    it releases: least advanced first, ties in worker order. The push of a blocked worker releases nobody.
     """
 
     name = "ssp"
     state_types = {"_gate": Gate}
 
-    def __init__(self, n_workers: int, *, staleness: float) -> None:
+    def __init__(self, n_workers: int, *, staleness: float, merge: bool = False) -> None:
         super().__init__(n_workers)
+        self.merge = merge
         self._gate = Gate(self._progress, staleness)
 
     def check(self) -> None:
@@ -60,9 +63,13 @@ class SSP(Paradigm):
         return self._gate.staleness
 
     def _pushed(self, event: PushInfo) -> list[Action]:
-        # Ambiguity m of DSSP: the papers leave open whether simultaneous pushes are merged. Here each push is applied
-        # on arrival and counts as one update.
-        return [Apply((event.worker,)), *self._answer(event.worker), *self._gate.release(self._grant)]
+        worker = event.worker
+        answer = [*self._answer(worker), *self._gate.release(self._grant)]
+        # Ambiguity m of DSSP: the papers leave open whether pushes that meet at the server are merged. Each push is
+        # applied on arrival and counts as one update, or, with `merge`, those that wait there and the next one do.
+        if self.merge and worker in self._blocked_since_s:
+            return [Accumulate(worker), *answer]
+        return [Apply((worker,)), *answer]
 
     def _left(self, worker: int) -> list[Action]:
         # Ambiguity n of DSSP: a departure can raise the minimum, as a push can.
@@ -117,19 +124,27 @@ class SspOptions(ParadigmOptions):
     ----------
     staleness
         Largest lead, in iterations, at the start of an iteration.
+    merge
+        Whether the push of a worker that waits is added to the next update in place of being one.
     """
 
     name: Literal["ssp"] = "ssp"
     staleness: Annotated[int | float, Allowed("a whole number of at least 0, or inf", _whole_or_inf)]
+    merge: bool = False
 
     policy = SSP
-    guarantees = ("lead", "slowest-runs")
+    guarantees = ("lead", "slowest-runs", "merged")
     papers = (HO,)
     place = 30
     colour = "#009E73"
     waiting = "a worker waits while it leads the slowest by more than `staleness` iterations"
     update = "every gradient is one update"
     source = "Ho et al., NIPS 2013"
+
+    @property
+    def merges(self) -> bool:
+        """True if the push of a blocked worker is added to the next update."""
+        return self.merge
 
     @property
     def lead_bound(self) -> float:
@@ -144,11 +159,16 @@ class SspOptions(ParadigmOptions):
     @property
     def label(self) -> str:
         """Name with the main options, for figures."""
-        return f"SSP, s = {self.staleness:g}"
+        return f"SSP, s = {self.staleness:g}" + ", merged" * self.merge
 
     def describe(self, n_workers: int) -> str:
         """Return the paradigm in a sentence."""
         if self.staleness == math.inf:
             return "each gradient is an update; no worker waits (no bound)"
         ahead = f"no worker starts more than {self.staleness} iterations ahead of the slowest"
-        return f"each gradient is an update; {ahead}"
+        return f"{each_update(merge=self.merge)}; {ahead}"
+
+
+def each_update(*, merge: bool) -> str:
+    """Return what an update consists of, in words."""
+    return "each gradient is an update" + ", together with those of workers that wait" * merge

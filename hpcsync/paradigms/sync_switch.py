@@ -281,7 +281,7 @@ class SyncSwitchOptions(ParadigmOptions):
     def _check_options(self) -> None:
         then = self.then
         single = then.has_servers and then.contribution == "gradient" and then.k_at_first(1) is None
-        if not single or then.counts_workers:
+        if not single or then.counts_workers or then.merges:
             raise OptionError(
                 "paradigm.then.name",
                 then.name,

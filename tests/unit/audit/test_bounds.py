@@ -37,6 +37,15 @@ def test_ssp_reaches_its_bounds_and_does_not_exceed_them(staleness):
         assert failed == failing(tighter) | {"replay gives the same grants"}
 
 
+def test_updates_of_merged_pushes_are_told_from_single_ones():
+    merged, single = record("merged", (1.0, 1.7, 3.1)), record(ssp(1), (1.0, 1.7, 3.1))
+    assert failing(merged) == failing(single) == set()
+    assert (merged.tables["updates"]["n_contributions"] > 1).any()
+    assert failing(with_job(merged, ssp(1))) == {"an update is of one push"}
+    assert failing(with_job(single, ssp(1) + "\nmerge = true")) == {"an update is of one push and of those that wait"}
+    assert all(check.passed for check in audit(merged))
+
+
 def test_without_a_bound_every_lead_is_allowed():
     trace = record(ssp("inf"), (1.0, 20.0))
     assert failing(trace) == set()

@@ -12,6 +12,7 @@ import torch
 from hpcsync.api import connect
 from hpcsync.config.job import Job
 from hpcsync.core.job_validation import check, optimizer_spec
+from hpcsync.paradigms.ssp import SspOptions
 from hpcsync.trace.reader import load
 from tests.mpi.training import failures, leaving, on_some, one_process
 
@@ -85,6 +86,22 @@ def test_every_paradigm_keeps_its_bounds(comm, needs, folder, paradigm, servers)
         assert len(trace.tables["updates"]) >= 150
         assert len(trace.tables["evaluations"]) >= 1
         assert failures(folder / "trace.h5") == []
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_pushes_of_blocked_workers_are_part_of_the_next_update(comm, needs, folder, servers):
+    needs(servers + 2)
+    workers = comm.size - servers
+    compute = {"model": "constant", "seconds": [0.002] * (workers - 1) + [0.006]}
+    cluster = {"servers": servers, "workers": workers, "compute": compute}
+    for merge in (False, True):
+        this = job("ssp", servers, workers, cluster=cluster, stop={"updates": 60})
+        this = this.model_copy(update={"paradigm": SspOptions(staleness=1, merge=merge)})
+        on_some(comm, this, folder / str(merge))
+        if comm.rank == 0:
+            most = load(folder / str(merge) / "trace.h5").tables["updates"]["n_contributions"].max()
+            assert (most > 1) == merge
+            assert failures(folder / str(merge) / "trace.h5") == []
 
 
 @pytest.mark.parametrize("paradigm", [name for name in PARADIGMS if name not in FIRST_K])

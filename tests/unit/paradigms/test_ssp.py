@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcsync.paradigms import Apply, Grant, Joined, Left, PushInfo, create
+from hpcsync.paradigms import Accumulate, Apply, Grant, Joined, Left, PushInfo, create
 from hpcsync.paradigms.ssp import SSP
 from hpcsync.paradigms.worker_counts import Gate
 from tests.unit.paradigms.schedule import PROPERTY, Schedule, fixed, run, schedules
@@ -139,6 +139,50 @@ def test_any_finite_bound_ends_at_the_rate_of_the_slowest(staleness):
     referee = run(create("ssp", 3, staleness=staleness), fixed(1.0, 1.3, 2.0, until_s=400.5))
     assert referee.pushes[2] == 200
     assert max(referee.pushes) <= 200 + staleness + 1
+
+
+# ---- merged pushes ----
+
+
+def test_a_blocked_push_is_part_of_the_next_update():
+    ssp = create("ssp", 3, staleness=0, merge=True)
+    assert ssp.handle(PushInfo(1.0, 0)) == [Accumulate(0)]
+    assert ssp.handle(PushInfo(2.0, 1)) == [Accumulate(1)]
+    apply, *grants = ssp.handle(PushInfo(5.0, 2))
+    assert apply == Apply((2,)) and [grant.worker for grant in grants] == [2, 0, 1]
+
+
+def test_the_next_update_is_that_of_any_worker_that_is_not_blocked():
+    ssp = create("ssp", 3, staleness=1, merge=True)
+    ssp.handle(PushInfo(1.0, 0))
+    assert ssp.handle(PushInfo(2.0, 0)) == [Accumulate(0)], "two ahead of both others"
+    apply, grant = ssp.handle(PushInfo(3.0, 1))
+    assert apply == Apply((1,)) and grant.worker == 1, "worker 0 is still two ahead of worker 2"
+
+
+def test_a_departure_releases_and_leaves_what_is_merged_to_the_next_push():
+    ssp = create("ssp", 2, staleness=0, merge=True)
+    assert ssp.handle(PushInfo(1.0, 0)) == [Accumulate(0)]
+    assert [action.worker for action in ssp.handle(Left(2.0, 1))] == [0]
+    assert ssp.handle(PushInfo(3.0, 0))[0] == Apply((0,))
+
+
+@PROPERTY
+@given(schedule=schedules(), staleness=st.sampled_from([0, 1, 3]), merge=st.booleans())
+def test_merged_or_not_the_grants_are_the_same(schedule, staleness, merge):
+    def grants(paradigm):
+        return run(paradigm, schedule, bound_iters=staleness).actions(Grant)
+
+    n_workers = schedule.n_workers
+    single = create("ssp", n_workers, staleness=staleness)
+    assert grants(create("ssp", n_workers, staleness=staleness, merge=merge)) == grants(single)
+
+
+@pytest.mark.parametrize(("merge", "updates"), [(True, 100), (False, 202)])
+def test_between_two_unlike_workers_an_update_is_made_for_each_iteration_of_the_slow_one(merge, updates):
+    # Zhao et al., figure 4: the decays of SSP's learning rate come when the server has counted half as many updates.
+    referee = run(create("ssp", 2, staleness=3, merge=merge), fixed(1.0, 2.0, until_s=200.5))
+    assert abs(len(referee.actions(Apply)) - updates) <= 10
 
 
 class BlocksLate(Gate):

@@ -41,6 +41,7 @@ PARADIGMS = {
     "asp": 'name = "asp"',
     "ssp": 'name = "ssp"\nstaleness = 2',
     "dssp": 'name = "dssp"\nstaleness_min = 1\nstaleness_max = 5',
+    "merged": 'name = "ssp"\nstaleness = 1\nmerge = true',
     "paper": 'name = "dssp"\nstaleness_min = 1\nstaleness_max = 5\nmode = "paper"',
     "easgd": 'name = "easgd"\nperiod = 1',
     "easgd-sync": 'name = "easgd"\nperiod = 1\nsynchronous = true',
