@@ -18,7 +18,7 @@ from hpcsync.config.job import Script
 from hpcsync.paradigms.ashl import AshlOptions
 from hpcsync.paradigms.records import UNUSED
 from hpcsync.trace.iteration_counts import NEVER, follow
-from hpcsync.trace.schema import Outcome
+from hpcsync.trace.schema import Outcome, Rows
 
 COARSE, FINE = 1, 2
 TIMES = ("iteration_s", "push_s", "pull_s", "encode_s")
@@ -49,15 +49,15 @@ class Stages:
         self.begins = [int(seqs[0]) if len(seqs) else NEVER for seqs in firsts]
 
     @cached_property
-    def applied(self) -> np.ndarray:
+    def applied(self) -> Rows:
         """Pushes that were applied."""
         return self.recount.pushes[self.recount.pushes["outcome"] == Outcome.APPLIED]
 
-    def n_active(self, seq: np.ndarray) -> np.ndarray:
+    def n_active(self, seq: Rows) -> Rows:
         """Return the number of active workers before each seq."""
         return self.recount.n_active[self.recount.event_at(seq)]
 
-    def in_force(self, controller: bytes, worker: np.ndarray, seq: np.ndarray, first: float) -> np.ndarray:
+    def in_force(self, controller: bytes, worker: Rows, seq: Rows, first: float) -> Rows:
         """Return what a controller last chose for each worker before each seq.
 
         Parameters
@@ -77,7 +77,7 @@ class Stages:
         chosen = np.concatenate([np.full(len(workers), first), rows["chosen"]])[order]
         return chosen[np.searchsorted(key[order], worker * stride + seq, side="right") - 1]
 
-    def is_sparse(self, iteration: np.ndarray) -> np.ndarray:
+    def is_sparse(self, iteration: Rows) -> Rows:
         """Return which pushes of the profile stage are sent at the coarse ratio, bool of shape (n,)."""
         since = iteration - self.paradigm.warmup
         return self.has_ratios & (since > 0) & (since % 2 == 0)
@@ -213,7 +213,7 @@ def _is_low(paradigm: AshlOptions, loss: float, checked: list[float]) -> bool:
     return bool(before - checked[-1] <= paradigm.plateau * abs(before))
 
 
-def _event_seqs(recount: Recount) -> np.ndarray:
+def _event_seqs(recount: Recount) -> Rows:
     """Return `seq` of all events of the paradigm, ascending."""
     return np.sort(np.concatenate([recount.events["seq"], recount.own_events["seq"]]))
 
@@ -236,7 +236,7 @@ def plans_follow_from_measurements(stages: Stages) -> Check:
     return Check(name, True, n_rows)
 
 
-def _plans(stages: Stages) -> Iterator[np.ndarray]:
+def _plans(stages: Stages) -> Iterator[Rows]:
     """Yield the rows of /decisions of each event."""
     recount, rows = stages.recount, stages.recount.decisions
     seqs = _event_seqs(recount)
@@ -249,7 +249,7 @@ def _plans(stages: Stages) -> Iterator[np.ndarray]:
         yield rows[begin:end]
 
 
-def _wrong(stages: Stages, rows: np.ndarray) -> str:
+def _wrong(stages: Stages, rows: Rows) -> str:
     """Return what is wrong with the rows of one event, or ""."""
     event = int(stages.recount.event_at(rows["seq"][:1])[0])
     active, begins = stages.recount.active(event), rows["controller"][0] == b"stage"
@@ -287,7 +287,7 @@ def _wrong(stages: Stages, rows: np.ndarray) -> str:
     return _wrong_shares(stages, by[b"share"], steps)
 
 
-def algorithm_1(times: np.ndarray, preset: int) -> np.ndarray:
+def algorithm_1(times: Rows, preset: int) -> Rows:
     """Return H, the local steps that fit into the round time of the slowest worker.
 
     The slowest worker is the one whose round of `preset` steps takes longest.
@@ -309,7 +309,7 @@ def algorithm_1(times: np.ndarray, preset: int) -> np.ndarray:
     return np.where(np.isfinite(fitting), np.maximum(np.floor(fitting + 0.5), preset), preset)
 
 
-def algorithm_2(times: np.ndarray, steps: np.ndarray, preset: float) -> np.ndarray:
+def algorithm_2(times: Rows, steps: Rows, preset: float) -> Rows:
     """Return R, the share of elements that each worker can send before the slowest one's round ends.
 
     The slowest worker's round has the ratio `preset`. A sparse element takes as long as two dense ones, because its
@@ -333,7 +333,7 @@ def algorithm_2(times: np.ndarray, steps: np.ndarray, preset: float) -> np.ndarr
     return np.where(left_s < push_s, np.maximum(part, preset), 1.0)
 
 
-def _wrong_shares(stages: Stages, rows: np.ndarray, steps: np.ndarray) -> str:
+def _wrong_shares(stages: Stages, rows: Rows, steps: Rows) -> str:
     parts = steps if stages.paradigm.share == "data" else np.ones(len(steps))
     expected = parts / parts.sum()
     if _alike(rows["chosen"], expected).all() and abs(rows["chosen"].sum() - 1) < SAME:
@@ -472,7 +472,7 @@ def fine_leads_are_bounded(stages: Stages) -> list[Check]:
     ]
 
 
-def _alike(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def _alike(a: Rows, b: Rows) -> Rows:
     return (np.abs(a - b) <= SAME * np.abs(b)) | (np.isnan(a) & np.isnan(b))
 
 

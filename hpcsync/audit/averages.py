@@ -9,6 +9,7 @@ import numpy as np
 from hpcsync.audit.averaging_order import Averaged, Changed, unexplained
 from hpcsync.audit.check import Check, check_all
 from hpcsync.audit.peer_recount import PeerRecount, previous
+from hpcsync.trace.schema import Rows
 
 ROUNDING = 1e-9  # of a sum of numbers, relative
 
@@ -72,7 +73,7 @@ def averages_are_atomic(run: PeerRecount) -> Check:
     )
 
 
-def _unordered(run: PeerRecount, before: np.ndarray, averaged: np.ndarray) -> Iterator[tuple[int, str]]:
+def _unordered(run: PeerRecount, before: Rows, averaged: Rows) -> Iterator[tuple[int, str]]:
     """Yield each worker whose history has no order, and what cannot be explained."""
     rows, dead = run.rows, set(run.died["worker"].tolist())
     missing = dead if run.finished else set(range(run.n_workers))  # workers whose latest average may have no row

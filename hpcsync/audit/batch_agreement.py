@@ -15,6 +15,7 @@ from hpcsync.audit.check import Check, Part, check_all, describe_columns
 from hpcsync.audit.peer_recount import SAME_TIME_S, PeerRecount
 from hpcsync.core.batch_sizes import maxima, sizes_at_first
 from hpcsync.planning.batch_allocation import Allocator
+from hpcsync.trace.schema import Rows
 
 FIELDS = ("iteration", *Allocator.decision_fields)
 
@@ -44,10 +45,10 @@ class Allocation(NamedTuple):
         Sizes of all workers up to then, shape (n_workers,).
     """
 
-    rows: np.ndarray
+    rows: Rows
     iteration: int
     without: frozenset[int]
-    before: np.ndarray
+    before: Rows
 
     @property
     def for_a_departure(self) -> bool:
@@ -66,7 +67,7 @@ class AgreedSizes:
         self.last = int(run.count.max(initial=0))
         self.first = sizes_at_first(run.job)
 
-    def room(self, workers: np.ndarray) -> float:
+    def room(self, workers: Rows) -> float:
         """Return the total batch size of these workers, in samples."""
         job, largest = self.run.job, maxima(self.run.job)
         return min(job.batch_total or 0, sum(largest[worker] for worker in workers))
@@ -89,7 +90,7 @@ class AgreedSizes:
         return found
 
     @cached_property
-    def in_force(self) -> np.ndarray:
+    def in_force(self) -> Rows:
         """Size of every worker in each iteration, shape (1 + n_iterations, n_workers)."""
         sizes = np.tile(self.first, (self.last + 1, 1))
         for allocation in self.allocations:
@@ -172,7 +173,7 @@ def sizes_are_agreed_on_when_due(agreed: AgreedSizes) -> Check:
     )
 
 
-def _not_due(agreed: AgreedSizes, allocation: Allocation, departed: bool, reported_s: np.ndarray) -> str:
+def _not_due(agreed: AgreedSizes, allocation: Allocation, departed: bool, reported_s: Rows) -> str:
     run, iteration = agreed.run, allocation.iteration
     if iteration > agreed.last:
         return f"it names iteration {iteration:,}, the last one is {agreed.last:,}"

@@ -10,11 +10,12 @@ import numpy as np
 from hpcsync.config.job import Job
 from hpcsync.core.batch_sizes import planned
 from hpcsync.planning.batch_allocation import Estimate
+from hpcsync.trace.schema import Rows
 
 SAME = 1e-9  # relative difference of floats that are computed in another order
 
 
-def possible(rows: np.ndarray, fixed_s: str, sample_s: str) -> np.ndarray:
+def possible(rows: Rows, fixed_s: str, sample_s: str) -> Rows:
     """Return where a worker's predicted times are valid, bool of shape (n_rows,).
 
     Both are seconds, or both are NaN.
@@ -23,7 +24,7 @@ def possible(rows: np.ndarray, fixed_s: str, sample_s: str) -> np.ndarray:
     return known | (np.isnan(rows[fixed_s]) & np.isnan(rows[sample_s]))
 
 
-def not_following(job: Job, rows: np.ndarray, before: np.ndarray, for_a_departure: bool) -> str:
+def not_following(job: Job, rows: Rows, before: Rows, for_a_departure: bool) -> str:
     """Return why an allocation does not follow from its inputs, or "".
 
     Parameters

@@ -19,7 +19,7 @@ from hpcsync.config.job import Job, Script
 from hpcsync.core.batch_sizes import sizes_at_first
 from hpcsync.paradigms.records import UNUSED
 from hpcsync.planning.batch_allocation import Allocator
-from hpcsync.trace.schema import Outcome
+from hpcsync.trace.schema import Outcome, Rows
 
 
 def check_sizes(recount: Recount) -> list[Check]:
@@ -143,12 +143,12 @@ class _Allocation(NamedTuple):
         Latest prediction (fixed_s, sample_s) of every worker, shape (n_workers, 2).
     """
 
-    rows: np.ndarray
+    rows: Rows
     after_push: bool
     n_pushes: int
-    before: np.ndarray
-    active: np.ndarray
-    predicted: np.ndarray
+    before: Rows
+    active: Rows
+    predicted: Rows
 
 
 def allocations_are_planned(recount: Recount) -> Check:
@@ -204,14 +204,14 @@ def _allocations(recount: Recount) -> Iterator[_Allocation]:
         seen, last = upto, at
 
 
-def _runs(values: np.ndarray) -> Iterator[tuple[int, int]]:
+def _runs(values: Rows) -> Iterator[tuple[int, int]]:
     """Yield the begin and end of each run of equal values."""
     if len(values):
         edges = [0, *(np.flatnonzero(np.diff(values)) + 1).tolist(), len(values)]
         yield from pairwise(edges)
 
 
-def _sizes_in_force(recount: Recount, grants: np.ndarray) -> np.ndarray:
+def _sizes_in_force(recount: Recount, grants: Rows) -> Rows:
     """Return the batch size that each grant's worker was last allocated, shape (n_grants,)."""
     rows = recount.decisions[recount.decisions["controller"] == b"batches"]
     stride = np.int64(max(recount.seqs[-1], 0)) + 2 if len(recount.seqs) else np.int64(1)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
+from hpcsync.trace.schema import Rows
 
 # One property of many rows: which rows violate it, bool of shape (n_rows,), and a description of one such row.
-Part = tuple[np.ndarray, Callable[[int], str]]
+Part = tuple[Rows, Callable[[int], str]]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Check:
     detail: str = ""
 
 
-def check_rows(name: str, wrong: np.ndarray, describe: Callable[[int], str]) -> Check:
+def check_rows(name: str, wrong: Rows, describe: Callable[[int], str]) -> Check:
     """Return the check of one property of many rows.
 
     Parameters
@@ -55,6 +55,6 @@ def check_all(name: str, *parts: Part) -> Check:
     return Check(name, not failed, n_checked, failed[0].detail if failed else "")
 
 
-def describe_columns(table: str, rows: np.ndarray, *columns: str) -> Callable[[int], str]:
+def describe_columns(table: str, rows: Rows, *columns: str) -> Callable[[int], str]:
     """Return a function that maps a row number to the values of `columns` in that row of `table`."""
     return lambda i: f"{table} row {i}: " + ", ".join(f"{column} {rows[column][i]}" for column in columns)

@@ -7,6 +7,7 @@ import numpy as np
 from hpcsync.audit.check import Check, check_all, check_rows, describe_columns
 from hpcsync.audit.server_recount import Recount
 from hpcsync.core.assignments import create_assignments
+from hpcsync.trace.schema import Rows
 
 VARYING = ("top-k", "random-k", "dgc")  # codecs whose number of sent elements varies
 SAME_TIME_S = 1e-6
@@ -56,7 +57,7 @@ def bytes_follow_from_compression(recount: Recount) -> Check:
     )
 
 
-def _ratios(recount: Recount) -> np.ndarray:
+def _ratios(recount: Recount) -> Rows:
     """Return the share of elements that each push was granted to send, shape (n_pushes,).
 
     NaN where the compression decides.

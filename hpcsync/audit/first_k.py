@@ -17,7 +17,7 @@ from hpcsync.audit.check import Check, check_all, check_rows
 from hpcsync.audit.server_recount import Recount
 from hpcsync.paradigms.first_k import FirstKOfAnyOptions, FirstKOptions
 from hpcsync.trace.iteration_counts import NEVER
-from hpcsync.trace.schema import Outcome
+from hpcsync.trace.schema import Outcome, Rows
 
 INTERVAL = 20  # updates between two choices of k
 CHOSEN_FROM = ("version", "k_before", "k_state", "k_loss", "active")
@@ -155,14 +155,14 @@ def cancelled_is_dropped(recount: Recount) -> Check:
     )
 
 
-def _staleness(recount: Recount) -> np.ndarray:
+def _staleness(recount: Recount) -> Rows:
     """Return the updates between the version read and the arrival of each push, shape (n_pushes,)."""
     return recount.version_at(recount.pushes["seq"]) - recount.pushes["version_read"]
 
 
-def _too_stale(recount: Recount, paradigm: FirstKOptions) -> np.ndarray:
+def _too_stale(recount: Recount, paradigm: FirstKOptions) -> Rows:
     """Return which pushes are staler on arrival than their form accepts, shape (n_pushes,)."""
-    bound: np.ndarray | float = 0
+    bound: Rows | float = 0
     if paradigm.drops == "stale":
         staleness_max = cast(FirstKOfAnyOptions, paradigm).staleness_max
         bound = math.inf if staleness_max is None else staleness_max

@@ -8,7 +8,7 @@ from hpcsync.audit.check import Check, check_all, check_rows, describe_columns
 from hpcsync.config.workloads import Timing
 from hpcsync.trace.iteration_counts import running_count
 from hpcsync.trace.reader import Trace
-from hpcsync.trace.schema import ADDED, Outcome
+from hpcsync.trace.schema import ADDED, Outcome, Rows
 
 ROUNDING = 1e-3  # of a norm, as many numbers of 32 bits are summed
 NORM, MEAN = "gradient_sq", "mean_gradient_sq"
@@ -95,7 +95,7 @@ def steps_are_along_own(trace: Trace) -> Check:
     return check_rows(name, ~same, describe_columns("/updates", updates[:n], "version", NORM))
 
 
-def _bounds(at: np.ndarray, weight: np.ndarray, square: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
+def _bounds(at: Rows, weight: Rows, square: Rows, n: int) -> tuple[Rows, Rows]:
     """Return the smallest and largest norm of each of n weighted sums, by the triangle inequality.
 
     Parameters
@@ -112,7 +112,7 @@ def _bounds(at: np.ndarray, weight: np.ndarray, square: np.ndarray, n: int) -> t
         return 2 * largest - high, high
 
 
-def _within(name: str, table: str, rows: np.ndarray, low: np.ndarray, high: np.ndarray, sure: bool) -> Check:
+def _within(name: str, table: str, rows: Rows, low: Rows, high: Rows, sure: bool) -> Check:
     """Check norms by their bounds; if `sure`, they must be known where the upper bound is."""
     norm = np.sqrt(rows[NORM])
     with np.errstate(invalid="ignore"):

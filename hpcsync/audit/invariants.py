@@ -23,7 +23,7 @@ from hpcsync.audit.server_recount import Recount
 from hpcsync.audit.training import check_training
 from hpcsync.trace.iteration_counts import NEVER, running_count
 from hpcsync.trace.reader import Trace
-from hpcsync.trace.schema import Change, Outcome, Release
+from hpcsync.trace.schema import Change, Outcome, Release, Rows
 
 NUMBERED = ("pushes", "grants", "decisions", "membership")  # tables with a `seq`
 DURATIONS = ("load_s", "compute_s", "wait_s", "comm_s")
@@ -74,7 +74,7 @@ def values_are_possible(trace: Trace) -> Check:
     return check_all("values are valid", *parts)
 
 
-def _worker_and_time(rows: np.ndarray, table: str, n_workers: int) -> Part:
+def _worker_and_time(rows: Rows, table: str, n_workers: int) -> Part:
     right = (rows["worker"] >= 0) & (rows["worker"] < n_workers) & np.isfinite(rows["now_s"])
     return ~right, describe_columns(f"/{table}", rows, "seq", "worker", "now_s")
 
@@ -112,7 +112,7 @@ def seq_is_unbroken(trace: Trace, recount: Recount) -> Check:
     return check_all("seq numbers each row once", *parts)
 
 
-def _answers_a_return(trace: Trace, grants: np.ndarray) -> np.ndarray:
+def _answers_a_return(trace: Trace, grants: Rows) -> Rows:
     """Return which grants follow a join as their worker's last event, shape (n_grants,)."""
     events = [
         (

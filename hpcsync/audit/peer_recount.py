@@ -17,13 +17,13 @@ from hpcsync.paradigms.records import ALL_PEERS, NO_PEER
 from hpcsync.planning.layer_groups import Groups
 from hpcsync.trace.iteration_counts import running_count
 from hpcsync.trace.reader import Trace
-from hpcsync.trace.schema import Change
+from hpcsync.trace.schema import Change, Rows
 
 DRIFT = 1e-4  # largest drift between the clocks of two hosts, seconds per second
 SAME_TIME_S = 1e-6  # far above the rounding of float64 seconds, below any difference that matters
 
 
-def previous(workers: np.ndarray) -> np.ndarray:
+def previous(workers: Rows) -> Rows:
     """Return the previous row of the same worker for each row, or -1."""
     order = np.argsort(workers, kind="stable")
     before = np.full(len(workers), -1)
@@ -95,7 +95,7 @@ class PeerRecount:
         return self.job.paradigm.pairwise
 
     @cached_property
-    def initiates(self) -> np.ndarray:
+    def initiates(self) -> Rows:
         """Workers that may draw another one, bool of shape (n_workers,)."""
         return np.array([list(self._peers.neighbours(worker)) != [worker] for worker in range(self.n_workers)])
 
@@ -105,12 +105,12 @@ class PeerRecount:
         return self.job.paradigm.groups(self.n_workers)
 
     @cached_property
-    def is_fc(self) -> np.ndarray:
+    def is_fc(self) -> Rows:
         """Steps of fully-connected workers, bool of shape (n_steps,). None without layer separation."""
         return self.steps["worker"] < (self.groups.n_fc if self.groups else 0)
 
     @cached_property
-    def samples(self) -> np.ndarray:
+    def samples(self) -> Rows:
         """Samples by which each step adds to the training of the model, shape (n_steps,).
 
         The samples of a convolution worker also pass through a fully-connected worker, where they do not count again.
@@ -123,7 +123,7 @@ class PeerRecount:
         return self.job.paradigm.exchange_every
 
     @cached_property
-    def peer(self) -> np.ndarray:
+    def peer(self) -> Rows:
         """Peer of each step's exchange according to the job, shape (n_steps,)."""
         exchanges, workers = self.count % self.period == 0, self.steps["worker"]
         if self.groups is not None:
@@ -143,7 +143,7 @@ class PeerRecount:
                 peer[exchanges] = [peers.drawn(worker, round, weight) for worker, round, weight in drawn]
         return peer
 
-    def _drawn_among_survivors(self, drawn: list[tuple[int, int, float]], steps: np.ndarray) -> list[int]:
+    def _drawn_among_survivors(self, drawn: list[tuple[int, int, float]], steps: Rows) -> list[int]:
         """Return the peers drawn in a run in which workers died.
 
         A worker learns of deaths in the order of /membership, each after its row, and does not forget. The trace does
@@ -161,22 +161,22 @@ class PeerRecount:
         return peers
 
     @cached_property
-    def died(self) -> np.ndarray:
+    def died(self) -> Rows:
         """Rows of /membership of workers that died, in order."""
         return self.membership[self.membership["change"] == Change.DIED]
 
     @property
-    def _weight(self) -> np.ndarray:
+    def _weight(self) -> Rows:
         """Push-sum weight of the worker before the exchange of each step, shape (n_steps,)."""
         return np.append(self.rows["weight"], 1.0)[previous(self.rows["worker"])][self.is_step]
 
     @property
-    def exchanged(self) -> np.ndarray:
+    def exchanged(self) -> Rows:
         """Steps that end with an exchange with another worker, or with all; bool of shape (n_steps,)."""
         return (self.peer != NO_PEER) & (self.peer != self.steps["worker"])
 
     @cached_property
-    def peers_together(self) -> np.ndarray:
+    def peers_together(self) -> Rows:
         """Peer of each worker in round 1, 2, ... of synchronous gossip; shape (1 + n_rounds, n_workers).
 
         Round 0 is the identity.
@@ -191,7 +191,7 @@ class PeerRecount:
         return np.array(rounds)
 
     @cached_property
-    def sent_together(self) -> np.ndarray:
+    def sent_together(self) -> Rows:
         """Models sent to each worker in round 1, 2, ... of synchronous gossip; shape (1 + n_rounds, n_workers)."""
         peers = self.peers_together
         others = peers != np.arange(self.n_workers)
@@ -202,7 +202,7 @@ class PeerRecount:
         )
 
     @cached_property
-    def weights_together(self) -> np.ndarray:
+    def weights_together(self) -> Rows:
         """Push-sum weight of each worker after round 1, 2, ... of synchronous gossip; shape (1 + n_rounds, n_workers).
 
         Workers that have left exchange too, but have no rows.
@@ -228,7 +228,7 @@ class PeerRecount:
         return peers
 
     @cached_property
-    def n_contributing(self) -> np.ndarray:
+    def n_contributing(self) -> Rows:
         """Number of workers in the latest exchange up to each iteration, shape (1 + n_iterations,).
 
         For synchronous workers. These are the workers that have made an iteration since the exchange before, including
@@ -244,7 +244,7 @@ class PeerRecount:
         return np.where(exchange == 0, self.n_workers, took_part)
 
     @cached_property
-    def steps_as_counted(self) -> np.ndarray:
+    def steps_as_counted(self) -> Rows:
         """Number of steps of all workers after each iteration as workers count them, shape (1 + n_iterations,).
 
         For synchronous workers. After an exchange the count is exact. From there on it assumes that all contributors to
@@ -256,7 +256,7 @@ class PeerRecount:
         return made + (iterations - exchange) * self.n_contributing
 
     @cached_property
-    def samples_as_counted(self) -> np.ndarray:
+    def samples_as_counted(self) -> Rows:
         """Number of samples of `steps_as_counted`, shape (1 + n_iterations,).
 
         Between exchanges all batches have the same size.
@@ -268,11 +268,11 @@ class PeerRecount:
         return made + (iterations - exchange) * self.n_contributing * int(sizes.max(initial=0))
 
     @cached_property
-    def remaining(self) -> np.ndarray:
+    def remaining(self) -> Rows:
         """Workers that have not left, bool of shape (n_workers,)."""
         return np.isinf(self.left_s)
 
-    def known(self, iteration: np.ndarray) -> np.ndarray:
+    def known(self, iteration: Rows) -> Rows:
         """Return for each of these iterations whether the trace has the rows of all workers that had not left."""
         return iteration <= self.made[self.remaining].min(initial=np.iinfo(np.int64).max)
 
@@ -283,12 +283,12 @@ class PeerRecount:
     # ---- updates ---------------------------------------------------------------------------------------------------
 
     @cached_property
-    def update_of(self) -> np.ndarray:
+    def update_of(self) -> Rows:
         """Version that each step makes or contributes to, from 1, shape (n_steps,)."""
         return self.count if self.one_model else np.arange(1, len(self.steps) + 1)
 
     @cached_property
-    def updated_s(self) -> np.ndarray:
+    def updated_s(self) -> Rows:
         """Time at which all contributions of each expected version were known, in seconds, shape (n_versions,)."""
         if not self.one_model:
             return self.steps["now_s"]
@@ -301,7 +301,7 @@ class PeerRecount:
         return known_s[self.known(np.arange(1, len(known_s) + 1))]
 
     @property
-    def possible_s(self) -> np.ndarray:
+    def possible_s(self) -> Rows:
         """Earliest time at which each recorded version can have existed, in seconds, shape (n_updates,).
 
         By then its steps have been computed: all of one iteration, or as many as the version counts. Under layer
@@ -316,7 +316,7 @@ class PeerRecount:
         return made_s
 
     @cached_property
-    def first_step_of(self) -> np.ndarray:
+    def first_step_of(self) -> Rows:
         """First recorded step of each expected version, as an index into `steps`, shape (n_versions,)."""
         first = np.unique(self.update_of, return_index=True)[1]
         return first[: len(self.updated_s)]

@@ -22,7 +22,7 @@ from hpcsync.config.compression import DgcOptions, TopKOptions
 from hpcsync.config.job import Script
 from hpcsync.paradigms.records import ALL_PEERS, NO_PEER
 from hpcsync.trace.reader import Trace
-from hpcsync.trace.schema import Change
+from hpcsync.trace.schema import Change, Rows
 from hpcsync.training.lr_schedule import learning_rate, worker_rate
 
 OF_SERVERS = ("pushes", "grants")
@@ -332,7 +332,7 @@ def _rates_are_of_one_model(run: PeerRecount) -> Check:
     )
 
 
-def _own_rates(run: PeerRecount, steps: np.ndarray) -> np.ndarray:
+def _own_rates(run: PeerRecount, steps: Rows) -> Rows:
     """Return the rates of the scripts' optimizers, of which the schedule gives a factor; 1 without a script.
 
     In traces of earlier releases, and where it is not recorded, it is the rate at the begin.
@@ -343,7 +343,7 @@ def _own_rates(run: PeerRecount, steps: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(recorded), run.job.optimizer.lr, recorded)
 
 
-def _same_rates(lr: np.ndarray, expected: np.ndarray) -> Check:
+def _same_rates(lr: Rows, expected: Rows) -> Check:
     return check_rows(
         "learning rates follow the schedule",
         ~np.isclose(lr, expected, rtol=1e-12, atol=0.0),

@@ -15,7 +15,7 @@ from hpcsync.audit.check import Check
 from hpcsync.audit.server_recount import Recount
 from hpcsync.paradigms.options import ParadigmOptions
 from hpcsync.trace.iteration_counts import NEVER
-from hpcsync.trace.schema import Change
+from hpcsync.trace.schema import Change, Rows
 
 NUMBERED = ("pushes", "grants", "decisions", "membership")  # tables with a `seq`
 
@@ -64,7 +64,7 @@ def _part(recount: Recount, paradigm: ParadigmOptions, updates: slice, *, after:
     )
 
 
-def _departures(recount: Recount, seq: int) -> np.ndarray:
+def _departures(recount: Recount, seq: int) -> Rows:
     """Return the departures of the workers that are away at this `seq`."""
     earlier = recount.membership[recount.membership["seq"] < seq]
     _, last = np.unique(earlier["worker"][::-1], return_index=True)

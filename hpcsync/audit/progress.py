@@ -12,7 +12,7 @@ from hpcsync.audit.server_recount import Recount
 from hpcsync.config.job import Script
 from hpcsync.config.workloads import Function
 from hpcsync.trace.reader import Trace
-from hpcsync.trace.schema import Change
+from hpcsync.trace.schema import Change, Rows
 from hpcsync.training.lr_schedule import learning_rate
 
 SAME_TIME_S = 1e-6
@@ -45,7 +45,7 @@ def rates_are_of_the_schedule(recount: Recount) -> Check:
     )
 
 
-def _own_rates(recount: Recount, count: np.ndarray) -> np.ndarray:
+def _own_rates(recount: Recount, count: Rows) -> Rows:
     """Return the mean rate that the contributions to each update state; 1 where the first one states none."""
     stated = recount.pushes["lr"][recount.applied]
     first = np.cumsum(count) - count
@@ -106,13 +106,13 @@ def times_add_up(recount: Recount) -> Check:
     )
 
 
-def _resumed(recount: Recount, own: np.ndarray) -> np.ndarray:
+def _resumed(recount: Recount, own: Rows) -> Rows:
     """Return between which pushes of the same worker the run resumed, bool of shape (n_pushes - 1,)."""
     start = np.searchsorted(recount.trace.tables["starts"]["seq"], own["seq"])
     return start[1:] != start[:-1]
 
 
-def _clock_error_s(recount: Recount, pushes: np.ndarray) -> np.ndarray:
+def _clock_error_s(recount: Recount, pushes: Rows) -> Rows:
     """Return the largest error of each push's times on the deciding server's clock, in seconds."""
     clocks = recount.trace.tables["clocks"]
     worst_s = np.zeros(recount.n_workers)
@@ -187,7 +187,7 @@ def evaluations_come_when_due(trace: Trace) -> Check:
     )
 
 
-def _is_lost(values: np.ndarray) -> np.ndarray:
+def _is_lost(values: Rows) -> Rows:
     """Return which values are NaN between others that are numbers: weights that are not finite do not become so again.
 
     All are NaN if there is no such value, such as an accuracy of a regression.
@@ -198,7 +198,7 @@ def _is_lost(values: np.ndarray) -> np.ndarray:
     return lost
 
 
-def _next_update_s(trace: Trace, version: np.ndarray) -> np.ndarray:
+def _next_update_s(trace: Trace, version: Rows) -> Rows:
     """Return the time until which each version was the current one: of the next update, or of the last row.
 
     Workers in step with weights of their own count the steps of a whole round when they publish, but some may have

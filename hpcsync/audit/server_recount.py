@@ -14,7 +14,7 @@ import numpy as np
 
 from hpcsync.trace.iteration_counts import NEVER, follow, running_count
 from hpcsync.trace.reader import Trace
-from hpcsync.trace.schema import ELAPSED, EVALUATED, EVENTS, Change, Outcome
+from hpcsync.trace.schema import ELAPSED, EVALUATED, EVENTS, Change, Outcome, Rows
 
 
 class Recount:
@@ -56,7 +56,7 @@ class Recount:
     # ---- events ----------------------------------------------------------------------------------------------------
 
     @cached_property
-    def events(self) -> np.ndarray:
+    def events(self) -> Rows:
         """Pushes, departures and joins: `seq, now_s, worker, is_push, joins`, shape (n_events,)."""
         dtype = [("seq", "<i8"), ("now_s", "<f8"), ("worker", "<i8"), ("is_push", "?"), ("joins", "?")]
         events = np.zeros(len(self.pushes) + len(self.membership), dtype)
@@ -67,39 +67,39 @@ class Recount:
         return events[np.argsort(events["seq"], kind="stable")]
 
     @cached_property
-    def own_events(self) -> np.ndarray:
+    def own_events(self) -> Rows:
         """Rows of /decisions that are events: times that a paradigm set, and evaluations that it uses."""
         return self.decisions[np.isin(self.decisions["controller"], [name.encode() for name in EVENTS])]
 
     @cached_property
-    def evaluated(self) -> np.ndarray:
+    def evaluated(self) -> Rows:
         """Rows of /decisions for evaluations that the paradigm uses."""
         return self.decisions[self.decisions["controller"] == EVALUATED.encode()]
 
-    def event_at(self, seq: np.ndarray) -> np.ndarray:
+    def event_at(self, seq: Rows) -> Rows:
         """Return the last event before each seq, as an index into `events`; -1 if there is none."""
         return np.searchsorted(self.events["seq"], seq, side="left") - 1
 
     @cached_property
-    def push_event(self) -> np.ndarray:
+    def push_event(self) -> Rows:
         """Index into `events` of each push, shape (n_pushes,)."""
         return np.flatnonzero(self.events["is_push"])
 
     @cached_property
-    def push_count(self) -> np.ndarray:
+    def push_count(self) -> Rows:
         """Number of pushes of the worker up to and including each push, shape (n_pushes,)."""
         return running_count(self.pushes["worker"])
 
     @cached_property
-    def leaves(self) -> np.ndarray:
+    def leaves(self) -> Rows:
         """Events that are departures, bool of shape (n_events,)."""
         return ~self.events["is_push"] & ~self.events["joins"]
 
-    def left_after(self, worker: np.ndarray, event: np.ndarray) -> np.ndarray:
+    def left_after(self, worker: Rows, event: Rows) -> Rows:
         """Return each worker's first departure after an event, as an index into `events`, or NEVER."""
         return _next(self.events["worker"], np.flatnonzero(self.leaves), worker, event)
 
-    def is_active(self, worker: np.ndarray, event: np.ndarray) -> np.ndarray:
+    def is_active(self, worker: Rows, event: Rows) -> Rows:
         """Return whether each worker is active after an event (-1: before all events)."""
         joined = _next(self.events["worker"], np.flatnonzero(self.events["joins"]), worker, event)
         # The worker's next change tells its present state; without one, its last change does.
@@ -108,23 +108,23 @@ class Recount:
             active[self.events["worker"][change]] = self.events["joins"][change]
         return np.where((left == NEVER) & (joined == NEVER), active[worker], left < joined)
 
-    def active(self, event: int) -> np.ndarray:
+    def active(self, event: int) -> Rows:
         """Return the workers that are active after this event, ascending."""
         workers = np.arange(self.n_workers)
         return np.flatnonzero(self.is_active(workers, np.full(self.n_workers, event)))
 
     @cached_property
-    def n_active(self) -> np.ndarray:
+    def n_active(self) -> Rows:
         """Number of active workers after each event, and at index -1 before all events; shape (n_events + 1,)."""
         change = np.where(self.events["is_push"], 0, np.where(self.events["joins"], 1, -1))
         return self.n_workers + np.append(np.cumsum(change), 0)
 
     @cached_property
-    def _followed(self) -> tuple[np.ndarray, np.ndarray]:
+    def _followed(self) -> tuple[Rows, Rows]:
         return follow(self.n_workers, self.events, self.events["is_push"])
 
     @cached_property
-    def push_iters(self) -> np.ndarray:
+    def push_iters(self) -> Rows:
         """Iteration count of the worker after each push, shape (n_pushes,).
 
         It is the number of its pushes; a join raises it to the count of the slowest active worker.
@@ -132,19 +132,19 @@ class Recount:
         return self._followed[0][self.push_event]
 
     @cached_property
-    def min_iters(self) -> np.ndarray:
+    def min_iters(self) -> Rows:
         """Iteration count of the slowest active worker after each event, shape (n_events,)."""
         return self._followed[1]
 
     @cached_property
-    def push_lead(self) -> np.ndarray:
+    def push_lead(self) -> Rows:
         """Lead of the worker over the slowest active one right after each push, shape (n_pushes,)."""
         return self.push_iters - self.min_iters[self.push_event]
 
     # ---- grants ----------------------------------------------------------------------------------------------------
 
     @cached_property
-    def is_stop(self) -> np.ndarray:
+    def is_stop(self) -> Rows:
         """Stop grants, bool of shape (n_grants,)."""
         return self.grants["local_steps"] == 0
 
@@ -155,12 +155,12 @@ class Recount:
         return int(stops[0]) if len(stops) else NEVER
 
     @cached_property
-    def grant_event(self) -> np.ndarray:
+    def grant_event(self) -> Rows:
         """Event in whose answer each grant was made, shape (n_grants,)."""
         return self.event_at(self.grants["seq"])
 
     @cached_property
-    def grant_count(self) -> np.ndarray:
+    def grant_count(self) -> Rows:
         """Number of pushes of the worker before each grant, shape (n_grants,)."""
         order = np.lexsort((self.pushes["seq"], self.pushes["worker"]))
         stride = int(max(self.seqs[-1], 0)) + 1 if len(self.seqs) else 1
@@ -170,12 +170,12 @@ class Recount:
         return upto - np.searchsorted(before, worker * stride)
 
     @cached_property
-    def answered(self) -> np.ndarray:
+    def answered(self) -> Rows:
         """Event that each grant answers: the worker's last push or join before it, or -1; shape (n_grants,)."""
         return _last(self.events["worker"], np.flatnonzero(~self.leaves), self.grants["worker"], self.grant_event)
 
     @cached_property
-    def grant_lead(self) -> np.ndarray:
+    def grant_lead(self) -> Rows:
         """Lead of the worker over the slowest active one at each grant, shape (n_grants,)."""
         if not len(self.events):
             return np.zeros(len(self.grants), np.int64)
@@ -183,36 +183,36 @@ class Recount:
         return own - np.where(self.grant_event >= 0, self.min_iters[self.grant_event], 0)
 
     @cached_property
-    def push_grant(self) -> np.ndarray:
+    def push_grant(self) -> Rows:
         """Row in `grants` that answers each push, or -1; shape (n_pushes,)."""
         return _lookup(self.answered, self.push_event)
 
     @cached_property
-    def push_permit(self) -> np.ndarray:
+    def push_permit(self) -> Rows:
         """Row in `grants` that started the iteration of each push, or -1; shape (n_pushes,)."""
         before = np.searchsorted(self.grants["seq"], self.pushes["seq"]) - 1
         return _last(self.grants["worker"], np.arange(len(self.grants)), self.pushes["worker"], before)
 
     @cached_property
-    def begins_anew(self) -> np.ndarray:
+    def begins_anew(self) -> Rows:
         """Pushes of iterations that started with a grant given at once to a join, bool of shape (n_pushes,)."""
         at_once = np.append(self.events["joins"], False)[self.answered] & (self.answered == self.grant_event)
         return np.append(at_once, False)[self.push_permit]
 
     @cached_property
-    def following(self) -> np.ndarray:
+    def following(self) -> Rows:
         """Next event of the same worker after each event, or NEVER; shape (n_events,)."""
         every = np.arange(len(self.events))
         return _next(self.events["worker"], every, self.events["worker"], every)
 
     @cached_property
-    def is_last(self) -> np.ndarray:
+    def is_last(self) -> Rows:
         """Events after which the worker leaves, or may leave in an unfinished trace; bool of shape (n_events,)."""
         known = self.following != NEVER
         return np.where(known, self.leaves[np.where(known, self.following, 0)], not self.finished)
 
     @cached_property
-    def may_be_cut(self) -> np.ndarray:
+    def may_be_cut(self) -> Rows:
         """Pushes that may have fewer local steps than granted, because their workers leave afterwards."""
         return self.is_last[self.push_event]
 
@@ -225,29 +225,29 @@ class Recount:
     # ---- versions --------------------------------------------------------------------------------------------------
 
     @cached_property
-    def applied(self) -> np.ndarray:
+    def applied(self) -> Rows:
         """Rows in `pushes` of applied contributions, in the order in which updates consume them."""
         return np.flatnonzero(self.pushes["outcome"] == Outcome.APPLIED)
 
     @cached_property
-    def applied_version(self) -> np.ndarray:
+    def applied_version(self) -> Rows:
         """Version made by the update of each applied push, shape (n_applied,)."""
         used = np.cumsum(self.updates["n_contributions"])
         return np.searchsorted(used, np.arange(len(self.applied)), side="right") + 1
 
     @cached_property
-    def complete_seq(self) -> np.ndarray:
+    def complete_seq(self) -> Rows:
         """`seq` of the last contribution of each complete update, shape (n_complete_updates,)."""
         return self.pushes["seq"][self.applied[self._last]]
 
     @cached_property
-    def _last(self) -> np.ndarray:
+    def _last(self) -> Rows:
         """Index into `applied` of the last contribution of each complete update."""
         last = np.cumsum(self.updates["n_contributions"]) - 1
         return last[last < len(self.applied)]
 
     @cached_property
-    def k(self) -> np.ndarray | None:
+    def k(self) -> Rows | None:
         """Value of k for each update and for the one after the last, or None outside the k family.
 
         The first value is the job's. If k may change, a decision sets it for the updates after the one that it follows.
@@ -261,7 +261,7 @@ class Recount:
         return chosen[np.searchsorted(changed, np.arange(1, len(self.updates) + 2), side="left")]
 
     @cached_property
-    def update_event(self) -> np.ndarray:
+    def update_event(self) -> Rows:
         """Event in whose answer each complete update was made, shape (n_complete_updates,).
 
         It is the update's last contribution, with one exception. An update of one contribution of every worker, or of k
@@ -288,7 +288,7 @@ class Recount:
             event[row] = next((e for e in later if np.isin(self.active(e), contributors).all()), NEVER)
         return event
 
-    def _event_of_grants(self, event: np.ndarray) -> np.ndarray:
+    def _event_of_grants(self, event: Rows) -> Rows:
         """Return the event in whose answer contributors are granted, for each complete update.
 
         If none is granted, since all have left, it is the first event at the update's time.
@@ -310,7 +310,7 @@ class Recount:
         return made
 
     @cached_property
-    def current_version(self) -> np.ndarray:
+    def current_version(self) -> Rows:
         """Version that is current when each grant is made, shape (n_grants,)."""
         version = self.version_at(self.grants["seq"])
         if self.grants_first:
@@ -327,12 +327,12 @@ class Recount:
             version[grant[waited]] = self.applied_version[known][waited] - 1
         return version
 
-    def version_at(self, seq: np.ndarray) -> np.ndarray:
+    def version_at(self, seq: Rows) -> Rows:
         """Return the number of updates made before each seq."""
         return np.searchsorted(np.maximum.accumulate(self.update_seq), seq, side="left")
 
     @cached_property
-    def update_seq(self) -> np.ndarray:
+    def update_seq(self) -> Rows:
         """`seq` of the row in whose answer each complete update was made, shape (n_complete_updates,); or NEVER.
 
         The row is an event, or a time that elapsed (a row of /decisions).
@@ -346,12 +346,12 @@ class Recount:
         return made
 
 
-def _first_missing(seqs: np.ndarray) -> int:
+def _first_missing(seqs: Rows) -> int:
     holes = np.flatnonzero(seqs != np.arange(1, len(seqs) + 1))
     return int(holes[0]) + 1 if len(holes) else len(seqs) + 1
 
 
-def _next(worker_of: np.ndarray, among: np.ndarray, worker: np.ndarray, after: np.ndarray) -> np.ndarray:
+def _next(worker_of: Rows, among: Rows, worker: Rows, after: Rows) -> Rows:
     """Return the first of the rows `among` after each `after` that is the worker's, or NEVER. among: ascending."""
     key, wanted, order = _keys(worker_of, among, worker, after)
     place = np.searchsorted(key, wanted, side="right")
@@ -363,7 +363,7 @@ def _next(worker_of: np.ndarray, among: np.ndarray, worker: np.ndarray, after: n
     )
 
 
-def _last(worker_of: np.ndarray, among: np.ndarray, worker: np.ndarray, upto: np.ndarray) -> np.ndarray:
+def _last(worker_of: Rows, among: Rows, worker: Rows, upto: Rows) -> Rows:
     """Return the last of the rows `among` up to each `upto` that is the worker's, or -1. among: ascending."""
     key, wanted, order = _keys(worker_of, among, worker, upto)
     place = np.searchsorted(key, wanted, side="right") - 1
@@ -371,9 +371,7 @@ def _last(worker_of: np.ndarray, among: np.ndarray, worker: np.ndarray, upto: np
     return np.where((place >= 0) & (worker_of[row] == worker), row, -1) if len(among) else np.full(len(wanted), -1)
 
 
-def _keys(
-    worker_of: np.ndarray, among: np.ndarray, worker: np.ndarray, row: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _keys(worker_of: Rows, among: Rows, worker: Rows, row: Rows) -> tuple[Rows, Rows, Rows]:
     """Return sort keys that order by worker, then by row.
 
     Returns
@@ -391,7 +389,7 @@ def _keys(
     return key[order], worker * stride + np.minimum(row, len(worker_of)) + 1, order
 
 
-def _lookup(keys: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+def _lookup(keys: Rows, wanted: Rows) -> Rows:
     """Return the first index in `keys` of each wanted key, or -1."""
     if not len(keys):
         return np.full(len(wanted), -1)

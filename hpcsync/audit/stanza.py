@@ -15,6 +15,7 @@ from hpcsync.audit.peer_recount import PeerRecount
 from hpcsync.config.job import Script
 from hpcsync.planning.layer_groups import Groups
 from hpcsync.planning.split_cost import SEPARATED
+from hpcsync.trace.schema import Rows
 
 
 class Pairs(NamedTuple):
@@ -30,8 +31,8 @@ class Pairs(NamedTuple):
         Steps of fully-connected workers.
     """
 
-    below: np.ndarray
-    above: np.ndarray
+    below: Rows
+    above: Rows
 
 
 def check_separation(run: PeerRecount, groups: Groups) -> list[Check]:
@@ -140,7 +141,7 @@ def bytes_are_of_the_sizes(run: PeerRecount, groups: Groups) -> Check:
     return check_rows(name, moved != due, lambda i: f"{run.step_name(i)} moved {moved[i]} bytes, not {due[i]}")
 
 
-def _n_batches(run: PeerRecount, groups: Groups) -> np.ndarray:
+def _n_batches(run: PeerRecount, groups: Groups) -> Rows:
     """Return the number of convolution workers whose batches each step computes, shape (n_steps,)."""
     n_batches = np.ones(run.n_workers, np.int64)
     n_batches[: groups.n_fc] = [len(groups.served(fc)) for fc in groups.fc]

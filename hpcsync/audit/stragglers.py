@@ -15,7 +15,7 @@ from hpcsync.audit.check import Check, check_all, describe_columns
 from hpcsync.core.straggler_detector import KNOWN, NORMAL, SHARE, SLACK_S, SPREAD, WINDOW
 from hpcsync.paradigms.records import UNTIL
 from hpcsync.trace.reader import Trace
-from hpcsync.trace.schema import Phase
+from hpcsync.trace.schema import Phase, Rows
 
 SAME_S = 1e-6
 
@@ -23,10 +23,10 @@ SAME_S = 1e-6
 class _Iterations(NamedTuple):
     """Iterations of one worker except the first, in order; `end_s` is inf if there is no end."""
 
-    number: np.ndarray
-    begin_s: np.ndarray
-    end_s: np.ndarray
-    size: np.ndarray
+    number: Rows
+    begin_s: Rows
+    end_s: Rows
+    size: Rows
 
 
 def check_stalls(trace: Trace) -> list[Check]:

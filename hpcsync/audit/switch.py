@@ -14,7 +14,7 @@ from hpcsync.audit.check import Check, check_all
 from hpcsync.audit.phases import updates_before
 from hpcsync.audit.server_recount import Recount
 from hpcsync.trace.iteration_counts import NEVER
-from hpcsync.trace.schema import Outcome
+from hpcsync.trace.schema import Outcome, Rows
 
 SAME = 1e-9  # largest relative difference between means of the same losses
 
@@ -59,7 +59,7 @@ def switch_is_due(recount: Recount, options: Any) -> Check:
     )
 
 
-def _rounds(recount: Recount, n_rounds: int, window: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def _rounds(recount: Recount, n_rounds: int, window: int) -> tuple[Rows, Rows, Rows, Rows]:
     """Return the samples and windows after each round.
 
     Returns

@@ -9,7 +9,7 @@ from hpcsync.config.job import Script
 from hpcsync.config.workloads import Timing
 from hpcsync.paradigms.records import Problem
 from hpcsync.trace.reader import Trace
-from hpcsync.trace.schema import Outcome
+from hpcsync.trace.schema import Outcome, Rows
 
 NAMES = {problem.value: problem.name.lower().replace("_", " ") for problem in Problem}
 
@@ -38,7 +38,7 @@ def check_training(trace: Trace) -> list[Check]:
     return [finite, *gradients_are_not_all_zero(trace, rows[used]), losses_have_their_problems(trace, rows[used])]
 
 
-def gradients_are_not_all_zero(trace: Trace, rows: np.ndarray) -> list[Check]:
+def gradients_are_not_all_zero(trace: Trace, rows: Rows) -> list[Check]:
     """Check that some gradient is not zero, which none is if the loss does not depend on what is trained.
 
     There is no check if no norm is known, or if the run has not finished. A gradient that is not finite has an infinite
@@ -53,7 +53,7 @@ def gradients_are_not_all_zero(trace: Trace, rows: np.ndarray) -> list[Check]:
     return [Check("some gradient is not zero", some, len(norms), detail)]
 
 
-def losses_have_their_problems(trace: Trace, rows: np.ndarray) -> Check:
+def losses_have_their_problems(trace: Trace, rows: Rows) -> Check:
     """Check that a loss is finite exactly where no problem says that it is not.
 
     A script may record none, and a workload without arithmetic or a convolution worker has none.

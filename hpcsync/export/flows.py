@@ -12,7 +12,7 @@ import pandas as pd
 
 from hpcsync.export.spans import NS, SERVERS
 from hpcsync.trace.reader import Trace
-from hpcsync.trace.schema import ELAPSED, EVALUATED, EVENTS, Change, Outcome, Phase, Release
+from hpcsync.trace.schema import ELAPSED, EVALUATED, EVENTS, Change, Outcome, Phase, Release, Rows
 
 GRANTS = ("grant", "end")  # names of the marks of grants: to continue, and to end
 
@@ -137,7 +137,7 @@ class Flows:
         return {position: self.leaving.pop(key, []) for key, position in last.items()}
 
 
-def counters(trace: Trace, n_bytes: int = 0) -> Iterator[tuple[str, str, np.ndarray, np.ndarray]]:
+def counters(trace: Trace, n_bytes: int = 0) -> Iterator[tuple[str, str, Rows, Rows]]:
     """Yield the counters of a run: name, unit, times in seconds, and values, both of shape (n_values,).
 
     `n_bytes` were transferred before, if the trace is a part of the run.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -11,7 +10,7 @@ from pyarrow import parquet
 
 from hpcsync.system.atomic_files import naming, whole
 from hpcsync.trace.reader import TraceFile
-from hpcsync.trace.schema import ENUMS, SCHEMA
+from hpcsync.trace.schema import ENUMS, SCHEMA, Rows
 
 
 def write(trace: TraceFile, folder: Path) -> list[Path]:
@@ -53,7 +52,7 @@ def schema(trace: TraceFile, table: str) -> pa.Schema:
     return pa.schema(fields, metadata={"description": SCHEMA[table].description, **attributes})
 
 
-def array(name: str, values: np.ndarray[Any, Any]) -> pa.Array:
+def array(name: str, values: Rows) -> pa.Array:
     """Return the values of a column of the trace, shape (n_rows,)."""
     if name in ENUMS:
         words = [code.name.lower() for code in sorted(ENUMS[name])]  # the codes count from 0

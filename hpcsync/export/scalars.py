@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpcsync.trace.schema import Outcome
+from hpcsync.trace.schema import Outcome, Rows
 
 BINS = 20  # of the pushes of a flush, each of which is a point
 
@@ -28,7 +28,7 @@ class Reports:
         self._since_s = math.nan  # time of the last report
         self._updates_s, self._versions = np.zeros(1), np.zeros(1, np.int64)
 
-    def points(self, table: str, rows: np.ndarray) -> Iterator[Point]:
+    def points(self, table: str, rows: Rows) -> Iterator[Point]:
         """Yield the points of these rows: one for each evaluation, and for each of `BINS` parts of the reports."""
         if table == "updates":
             self._updates_s = np.append(self._updates_s[-1:], rows["now_s"])
@@ -41,7 +41,7 @@ class Reports:
             for part in np.array_split(rows, min(BINS, len(rows))):
                 yield self._of_part(part, has_servers=table == "pushes")
 
-    def _of_part(self, rows: np.ndarray, *, has_servers: bool) -> Point:
+    def _of_part(self, rows: Rows, *, has_servers: bool) -> Point:
         if math.isnan(self._since_s):
             self._since_s = float(rows["begin_s"].min())  # not 0 if the run was resumed
         now_s = max(self._since_s, float(rows["now_s"].max()))

@@ -11,8 +11,9 @@ from hpcsync.export.window import Part
 from hpcsync.report import intervals
 from hpcsync.report.intervals import SERVERS as SERVERS  # the worker of instants that belong to no worker
 from hpcsync.trace.reader import Trace
+from hpcsync.trace.schema import Rows
 
-Seconds = TypeVar("Seconds", pd.Series, np.ndarray)
+Seconds = TypeVar("Seconds", pd.Series, Rows)
 
 NS = 1e9  # of a second
 SHORTEST_NS = 2  # spans are at least this long, so that the last nanosecond of a span is not its first

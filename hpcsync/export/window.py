@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hpcsync.trace.reader import Trace, TraceFile
-from hpcsync.trace.schema import TABLES
+from hpcsync.trace.schema import TABLES, Rows
 
 TIMED = [table for table, columns in TABLES.items() if "now_s" in (columns.names or ())]
 
@@ -32,8 +32,8 @@ class Part(NamedTuple):
 
     trace: Trace
     with_earlier: Trace
-    begun: np.ndarray
-    complete: np.ndarray
+    begun: Rows
+    complete: Rows
     end_s: float
 
 
@@ -70,7 +70,7 @@ def last_s(trace: TraceFile) -> float:
     return float(np.concatenate(last).max(initial=0.0))
 
 
-def _last_two(rows: np.ndarray) -> np.ndarray:
+def _last_two(rows: Rows) -> Rows:
     """Return the last two iterations of each worker."""
     rows = rows[rows["batch_size"] > 0]
     rows = rows[np.lexsort((rows["iteration"], rows["worker"]))]
@@ -100,9 +100,9 @@ class _Rows:
         self.later_s = [*np.minimum.accumulate(least_s[::-1])[::-1][1:].tolist(), math.inf]
         self._slices = zip(trace.slices(table), self.later_s, strict=True)
         self._known_s = -math.inf
-        self._left: list[np.ndarray] = []
+        self._left: list[Rows] = []
 
-    def before(self, until_s: float) -> np.ndarray:
+    def before(self, until_s: float) -> Rows:
         """Return the rows before this time that have not been returned yet."""
         while self._known_s < until_s:
             rows, self._known_s = next(self._slices)
@@ -113,7 +113,7 @@ class _Rows:
         return rows[is_before]
 
 
-def _within(rows: np.ndarray, from_s: float, to_s: float) -> np.ndarray:
+def _within(rows: Rows, from_s: float, to_s: float) -> Rows:
     """Return which rows lie in these seconds, shape (n_rows,)."""
     begin_s = rows["begin_s" if "begin_s" in (rows.dtype.names or ()) else "now_s"]
     return (rows["now_s"] >= from_s) & ~(begin_s > to_s)

@@ -20,6 +20,7 @@ from matplotlib.ticker import EngFormatter
 from hpcsync.figures import plotting
 from hpcsync.figures.plotting import Drawing
 from hpcsync.trace.reader import Trace, TraceError
+from hpcsync.trace.schema import Rows
 
 QUANTITIES = ("accuracy", "loss")
 AGAINST = {"time_s": ("now_s", "time (s)"), "samples": ("samples", "samples")}
@@ -72,7 +73,7 @@ def draw(traces: list[Trace]) -> list[Drawing]:
     return [Drawing(figure, frame)]
 
 
-def panels(n_quantities: int) -> tuple[Figure, np.ndarray]:
+def panels(n_quantities: int) -> tuple[Figure, Rows]:
     """Return a figure and its axes, shape (n_quantities, 2): against time and against samples.
 
     Panels of a quantity share their y axis, and those of a column their x axis. In a narrow figure the panels against
@@ -115,7 +116,7 @@ def target(trace: Trace, quantity: str) -> float | None:
     return value
 
 
-def reached_at(run: np.ndarray, quantity: str, value: float | None) -> np.ndarray:
+def reached_at(run: Rows, quantity: str, value: float | None) -> Rows:
     """Return the first evaluation of a run that reaches the target.
 
     Parameters

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pandas as pd
 from matplotlib.ticker import MaxNLocator
 
@@ -19,6 +18,7 @@ from hpcsync.figures import plotting
 from hpcsync.figures.plotting import Drawing
 from hpcsync.paradigms.options import ParadigmOptions
 from hpcsync.trace.reader import Trace, TraceError
+from hpcsync.trace.schema import Rows
 
 
 def draw(traces: list[Trace]) -> list[Drawing]:
@@ -69,7 +69,7 @@ def pushes_of(trace: Trace) -> pd.DataFrame:
     return pushes
 
 
-def largest_of(pushes: pd.DataFrame) -> np.ndarray:
+def largest_of(pushes: pd.DataFrame) -> Rows:
     """Return time and lead of the largest of consecutive pushes, shape (n_bins, 2)."""
     return plotting.binned(pushes, "push_gap_iters")[["now_s", "largest"]].to_numpy(float)
 

@@ -23,6 +23,7 @@ from matplotlib.ticker import NullFormatter
 from hpcsync.paradigms import OPTIONS
 from hpcsync.report.variants import LEAST_SEEDS, LEVEL, mean_and_band
 from hpcsync.trace.reader import Trace, TraceError
+from hpcsync.trace.schema import Rows
 
 PAGE_INCHES = 7.0
 NARROW_INCHES = 5.0  # below it panels stand below each other
@@ -150,7 +151,7 @@ def about_band(groups: Sequence[Sequence[Trace]]) -> str:
     return f"mean and {100 * LEVEL:g}\N{NO-BREAK SPACE}% interval of {' or '.join(map(str, many))} {what}{exception}"
 
 
-def averaged(runs: Sequence[np.ndarray], *, steps: bool = False, most: int = LINE_POINTS) -> pd.DataFrame:
+def averaged(runs: Sequence[Rows], *, steps: bool = False, most: int = LINE_POINTS) -> pd.DataFrame:
     """Return the mean of several runs and its band at the points of all of them.
 
     The line begins where all runs have begun and ends with the longest of them: a run that has ended keeps its last

@@ -17,6 +17,7 @@ from hpcsync.figures import plotting
 from hpcsync.figures.plotting import Drawing
 from hpcsync.report.variants import mean_and_band
 from hpcsync.trace.reader import Trace, TraceError
+from hpcsync.trace.schema import Rows
 
 BINS = 60
 
@@ -72,7 +73,7 @@ def applied(trace: Trace) -> pd.DataFrame:
     return pushes
 
 
-def means_of(pushes: pd.DataFrame) -> np.ndarray:
+def means_of(pushes: pd.DataFrame) -> Rows:
     """Return time and mean staleness of consecutive pushes, shape (n_bins, 2)."""
     return plotting.binned(pushes, "staleness_updates")[["now_s", "mean"]].to_numpy(float)
 

@@ -12,6 +12,7 @@ from markupsafe import Markup
 from hpcsync.html_report.run_data import PARTS, Decisions, RunData, add, evenly
 from hpcsync.html_report.svg import WIDTH, Panel, Scale, element, limits, number, path, picture, short, text, title
 from hpcsync.report.variants import Estimate
+from hpcsync.trace.schema import Rows
 
 COLOURS = 8  # series that the style sheet can tell apart; later ones repeat the colours with other dashes
 BARS = 32  # of a histogram
@@ -162,13 +163,13 @@ def time_of_workers(runs: Mapping[str, Sequence[RunData]]) -> Figure:
 _BAR_COLUMNS = ("", *(f"{PART_NAMES[part]} (%)" for part in PARTS), "total (s)")
 
 
-def _parts(bars: Iterable[np.ndarray]) -> list[tuple[str, str]]:
+def _parts(bars: Iterable[Rows]) -> list[tuple[str, str]]:
     """Return the legend of the parts that any of these bars has."""
     total = np.sum(list(bars), axis=0)
     return [(f"bar {part}", PART_NAMES[part]) for part, s in zip(PARTS, total, strict=True) if s > 0]
 
 
-def _bars(caption: str, of: str, bars: Mapping[str, np.ndarray], row: float) -> tuple[Markup, list[tuple[str, ...]]]:
+def _bars(caption: str, of: str, bars: Mapping[str, Rows], row: float) -> tuple[Markup, list[tuple[str, ...]]]:
     """Return bars of shares, with their names above them (row of 40) or left of them, and the rows of a table."""
     above = row == 40
     x = Scale(0.0, 100.0, 12 if above else 78, WIDTH - 14)
@@ -220,7 +221,7 @@ def waiting_matrices(runs: Mapping[str, Sequence[RunData]]) -> Figure | None:
     return Figure(f"Who waited for whom, seed {' or '.join(map(str, seeds))}", panels, [], Table(columns, rows), note)
 
 
-def _matrix(label: str, waits_s: np.ndarray, workers: Sequence[int]) -> Markup:
+def _matrix(label: str, waits_s: Rows, workers: Sequence[int]) -> Markup:
     """Return a matrix of cells, the darker the longer; with numbers if there is room."""
     left, top = 74, 30
     size = min(44.0, (WIDTH - left - 10) / len(workers))
@@ -285,7 +286,7 @@ def histograms(runs: Mapping[str, Sequence[RunData]], what: str) -> Figure | Non
     return Figure(about.caption, panels, [], Table(columns, rows), note)
 
 
-def _total(counts: Iterable[np.ndarray]) -> np.ndarray:
+def _total(counts: Iterable[Rows]) -> Rows:
     total = np.zeros(0, np.int64)
     for each in counts:
         total = add(total, each)
@@ -293,7 +294,7 @@ def _total(counts: Iterable[np.ndarray]) -> np.ndarray:
 
 
 def _histogram(
-    label: str, counts: np.ndarray, about: Counted, class_: str, bound: float, common: int
+    label: str, counts: Rows, about: Counted, class_: str, bound: float, common: int
 ) -> tuple[Markup, list[tuple[str, ...]]]:
     """Return one histogram with the bound, unless that is far away, and the rows of a table."""
     size = max(common or len(counts), 4)

@@ -12,6 +12,7 @@ from hpcsync.html_report.charts import Figure, Table, series
 from hpcsync.html_report.run_data import RunData, evenly
 from hpcsync.html_report.svg import Panel, element, limits, number, path, picture, text, title
 from hpcsync.report.variants import LEAST_SEEDS, LEVEL, mean_and_band
+from hpcsync.trace.schema import Rows
 
 POINTS = 600  # of all lines of a panel together
 LEAST_POINTS = 8  # of a line
@@ -79,7 +80,7 @@ def _points(n_lines: int) -> int:
     return max(LEAST_POINTS, POINTS // (4 * max(2, n_lines)))
 
 
-def _curve(runs: Sequence[RunData], quantity: str, column: str, n_lines: int) -> np.ndarray | None:
+def _curve(runs: Sequence[RunData], quantity: str, column: str, n_lines: int) -> Rows | None:
     """Return x, mean and both ends of the band over the runs, shape (n, 4); an ended run keeps its last value."""
     each = []
     for run in runs:
@@ -95,14 +96,14 @@ def _curve(runs: Sequence[RunData], quantity: str, column: str, n_lines: int) ->
     return np.stack([at, *mean_and_band(values)], axis=1)
 
 
-def _band(curve: np.ndarray, least: float, most: float) -> np.ndarray:
+def _band(curve: Rows, least: float, most: float) -> Rows:
     """Return the part of the band that can be drawn: an interval may reach beyond what is possible."""
     return curve[:, 2:].clip(least, most)
 
 
 def _drawn(
     panel: Panel,
-    curve: np.ndarray,
+    curve: Rows,
     possible: tuple[float, float],
     class_: str,
     label: str,

@@ -14,7 +14,7 @@ from hpcsync.report.explanation import hosts_of
 from hpcsync.report.summary import Summary
 from hpcsync.report.waiting import waits
 from hpcsync.trace.reader import Trace, TraceFile, load, opened
-from hpcsync.trace.schema import Outcome
+from hpcsync.trace.schema import Outcome, Rows
 
 PARTS = ("load", "compute", "wait", "comm")  # columns of times, without their unit
 AUDITED_ROWS = 1_000_000  # of all runs of a report: half a minute
@@ -37,7 +37,7 @@ class Decisions(NamedTuple):
     """
 
     n: int
-    rows: np.ndarray
+    rows: Rows
 
 
 class RunData(NamedTuple):
@@ -64,15 +64,15 @@ class RunData(NamedTuple):
     job: Job
     attributes: dict[str, Any]
     summary: Summary
-    parts_s: np.ndarray
-    staleness: np.ndarray
-    leads: np.ndarray
-    waits_s: np.ndarray | None
+    parts_s: Rows
+    staleness: Rows
+    leads: Rows
+    waits_s: Rows | None
     hosts: tuple[str, ...]
-    evaluations: np.ndarray
+    evaluations: Rows
     decisions: dict[str, Decisions]
-    membership: np.ndarray
-    stalls: np.ndarray
+    membership: Rows
+    stalls: Rows
     n_stalls: int
     checks: tuple[Check, ...] | None
 
@@ -130,15 +130,15 @@ def evenly(rows: Any, most: int) -> Any:
     return rows[chosen] if isinstance(rows, np.ndarray) else [rows[i] for i in chosen]
 
 
-def _rows(trace: Trace | TraceFile, table: str) -> np.ndarray:
+def _rows(trace: Trace | TraceFile, table: str) -> Rows:
     return np.concatenate(list(trace.slices(table)))
 
 
-def _waits_s(trace: Trace | TraceFile) -> np.ndarray | None:
+def _waits_s(trace: Trace | TraceFile) -> Rows | None:
     return waits(trace).between_s.toarray() if trace.n_workers <= MATRIX else None
 
 
-def _parts_s(trace: Trace | TraceFile) -> np.ndarray:
+def _parts_s(trace: Trace | TraceFile) -> Rows:
     sums_s = np.zeros((trace.n_workers, len(PARTS)))
     for rows in trace.slices("pushes" if trace.job.has_servers else "exchanges"):
         for i, part in enumerate(PARTS):
@@ -146,7 +146,7 @@ def _parts_s(trace: Trace | TraceFile) -> np.ndarray:
     return sums_s
 
 
-def _counts(trace: Trace | TraceFile, table: str, column: str) -> np.ndarray:
+def _counts(trace: Trace | TraceFile, table: str, column: str) -> Rows:
     counts = np.zeros(0, np.int64)
     for rows in trace.slices(table):
         counted = rows["outcome"] == Outcome.APPLIED if table == "pushes" else rows["local_steps"] != 0
@@ -154,7 +154,7 @@ def _counts(trace: Trace | TraceFile, table: str, column: str) -> np.ndarray:
     return counts
 
 
-def add(counts: np.ndarray, more: np.ndarray) -> np.ndarray:
+def add(counts: Rows, more: Rows) -> Rows:
     """Return the sum of two arrays of counts, the shorter one filled with zeros."""
     total = np.zeros(max(len(counts), len(more)), np.int64)
     total[: len(counts)] += counts
@@ -163,7 +163,7 @@ def add(counts: np.ndarray, more: np.ndarray) -> np.ndarray:
 
 
 def _decisions(trace: Trace | TraceFile) -> dict[str, Decisions]:
-    kept: dict[str, list[np.ndarray]] = {}
+    kept: dict[str, list[Rows]] = {}
     for rows in trace.slices("decisions"):
         for name in np.unique(rows["controller"]):
             own = rows[rows["controller"] == name][["now_s", "worker", "chosen"]]

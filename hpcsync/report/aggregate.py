@@ -11,7 +11,7 @@ from hpcsync.config.cluster import ClusterEvent
 from hpcsync.core.batch_sizes import sizes_at_first
 from hpcsync.paradigms.records import NO_PEER
 from hpcsync.trace.reader import Trace, TraceFile
-from hpcsync.trace.schema import Outcome
+from hpcsync.trace.schema import Outcome, Rows
 
 
 class Tally:
@@ -86,7 +86,7 @@ class Tally:
                 self.duration_s = max(self.duration_s, float(rows["now_s"].max(initial=0.0)))
                 add(rows)
 
-    def _add_pushes(self, rows: np.ndarray) -> None:
+    def _add_pushes(self, rows: Rows) -> None:
         applied = rows[rows["outcome"] != Outcome.DROPPED]
         np.add.at(self.pushes, rows["worker"], 1)
         np.add.at(self.dropped, rows["worker"], rows["outcome"] == Outcome.DROPPED)
@@ -100,28 +100,28 @@ class Tally:
         if self.encode_s is not None:
             np.add.at(self.encode_s, rows["worker"], rows["encode_s"])
 
-    def _add_drops(self, dropped: np.ndarray) -> None:
+    def _add_drops(self, dropped: Rows) -> None:
         is_whole = dropped["share"] == 1
         at_the_end = dropped["version_read"] + dropped["staleness"] >= self.updates
         self.cancelled += int((~is_whole).sum())
         self.outdated += int((is_whole & ~at_the_end).sum())
         np.add.at(self.samples_dropped, dropped["worker"], dropped["share"] * dropped["batch_size"])
 
-    def _add_exchanges(self, rows: np.ndarray) -> None:
+    def _add_exchanges(self, rows: Rows) -> None:
         np.add.at(self.iterations, rows["worker"], rows["batch_size"] > 0)
         np.add.at(self.exchanges, rows["worker"], (rows["peer"] != NO_PEER) & (rows["peer"] != rows["worker"]))
         self._add_costs(rows)
 
-    def _add_costs(self, rows: np.ndarray) -> None:
+    def _add_costs(self, rows: Rows) -> None:
         np.add.at(self.wire_bytes, rows["worker"], rows["wire_bytes"])
         for part, sums_s in self.parts_s.items():
             np.add.at(sums_s, rows["worker"], rows[f"{part}_s"])
 
-    def _add_grants(self, rows: np.ndarray) -> None:
+    def _add_grants(self, rows: Rows) -> None:
         starts = rows[rows["local_steps"] > 0]
         np.maximum.at(self.start_gap_max, starts["worker"], starts["gap_iters"])
 
-    def _add_decisions(self, rows: np.ndarray) -> None:
+    def _add_decisions(self, rows: Rows) -> None:
         if self.ks:
             self.ks += rows["chosen"][rows["controller"] == b"k"].astype(int).tolist()
         for name, chosen in self.chosen.items():
@@ -142,7 +142,7 @@ class Tally:
             return None
         return int(self.batch_size[worker])
 
-    def _add_updates(self, rows: np.ndarray) -> None:
+    def _add_updates(self, rows: Rows) -> None:
         self.updates += len(rows)
         self.samples = max(self.samples, int(rows["samples"].max(initial=0)))
 

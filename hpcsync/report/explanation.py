@@ -14,6 +14,7 @@ from rich.text import Text
 from hpcsync.config.errors import printable
 from hpcsync.report.waiting import Waits, waits
 from hpcsync.trace.reader import Trace, TraceFile
+from hpcsync.trace.schema import Rows
 
 PARTS = ("load", "compute", "wait", "comm")  # columns of times, without their unit
 WORDS = {"load": "loading", "compute": "computation", "wait": "waiting", "comm": "transfers"}
@@ -95,19 +96,19 @@ class Explanation(NamedTuple):
     paradigm: str
     waiting: str
     duration_s: float
-    parts_s: np.ndarray
-    between_s: np.ndarray
-    iteration_s: np.ndarray
+    parts_s: Rows
+    between_s: Rows
+    iteration_s: Rows
     waits: Waits
     hosts: tuple[str, ...]
 
     @property
-    def cost_s(self) -> np.ndarray:
+    def cost_s(self) -> Rows:
         """Mean time for which another worker waited for each worker, shape (n_workers,)."""
         return self.waits.caused_s / max(1, len(self.hosts) - 1)
 
     @property
-    def slowness(self) -> np.ndarray:
+    def slowness(self) -> Rows:
         """Mean time of a local step of each worker in medians of all workers, shape (n_workers,)."""
         median_s = float(np.nanmedian(self.iteration_s)) if np.isfinite(self.iteration_s).any() else np.nan
         return self.iteration_s / median_s if median_s else np.full(len(self.iteration_s), np.nan)
@@ -146,7 +147,7 @@ def explain(trace: Trace | TraceFile) -> Explanation:
     )
 
 
-def _between_s(rows: np.ndarray, ended_s: np.ndarray) -> np.ndarray:
+def _between_s(rows: Rows, ended_s: Rows) -> Rows:
     """Return the time of each worker between the iterations of these rows of /exchanges, shape (n_workers,).
 
     `ended_s` holds the end of each worker's iteration before them, NaN before the first, and is changed to that of the

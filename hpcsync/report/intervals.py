@@ -16,7 +16,7 @@ import pandas as pd
 
 from hpcsync.paradigms.stanza import StanzaOptions
 from hpcsync.trace.reader import Trace
-from hpcsync.trace.schema import EVENTS
+from hpcsync.trace.schema import EVENTS, Rows
 
 SERVERS = -1  # worker of the rows of `events` that belong to no worker
 
@@ -107,13 +107,13 @@ def bars_of_exchanges(rows: pd.DataFrame) -> pd.DataFrame:
     return in_order(rows["worker"], parts)
 
 
-def first_shares(trace: Trace) -> np.ndarray:
+def first_shares(trace: Trace) -> Rows:
     """Return the share of each worker's computation before its wait, with separated layers; shape (n_workers,)."""
     is_fc = np.arange(trace.n_workers) < trace.job.groups.n_fc
     return np.where(is_fc, 0.0, cast(StanzaOptions, trace.job.paradigm).forward_share)
 
 
-def bars_of_halves(rows: pd.DataFrame, first: np.ndarray) -> pd.DataFrame:
+def bars_of_halves(rows: pd.DataFrame, first: Rows) -> pd.DataFrame:
     """Return the bars of workers that wait within their computation, after a share `first`, shape (n_workers,)."""
     loaded_s = rows["begin_s"] + rows["load_s"]
     within_s = rows["end_s"] - loaded_s - rows["compute_s"]

@@ -8,10 +8,10 @@ import numpy as np
 
 from hpcsync.trace.iteration_counts import NEVER, follow
 from hpcsync.trace.reader import Trace, TraceError, TraceFile
-from hpcsync.trace.schema import Change
+from hpcsync.trace.schema import Change, Rows
 
 
-def push_leads(trace: Trace | TraceFile, most: int) -> np.ndarray:
+def push_leads(trace: Trace | TraceFile, most: int) -> Rows:
     """Return the largest lead of each worker over the slowest active one, just after a push.
 
     Parameters
@@ -43,7 +43,7 @@ def push_leads(trace: Trace | TraceFile, most: int) -> np.ndarray:
     return largest
 
 
-def _with_returns(trace: Trace | TraceFile, horizon: int, changes: np.ndarray) -> np.ndarray:
+def _with_returns(trace: Trace | TraceFile, horizon: int, changes: Rows) -> Rows:
     """Return the same for a run in which workers joined, event by event."""
     pushes = np.concatenate([rows[["seq", "worker"]] for rows in _until(trace, "pushes", horizon)])
     seq = np.concatenate([pushes["seq"], changes["seq"]])
@@ -58,7 +58,7 @@ def _with_returns(trace: Trace | TraceFile, horizon: int, changes: np.ndarray) -
     return largest
 
 
-def _reached(trace: Trace | TraceFile, horizon: int, most: int) -> np.ndarray:
+def _reached(trace: Trace | TraceFile, horizon: int, most: int) -> Rows:
     """Return the seq at which every active worker had made 1, 2, ..., `most` pushes; NEVER if it did not happen.
 
     The shape is (most,). All have made k pushes with the last of the workers' k-th pushes; a worker that has left does
@@ -88,6 +88,6 @@ def _horizon(trace: Trace | TraceFile) -> int:
     return int(np.setdiff1d(np.arange(1, len(seqs) + 2), seqs)[0])
 
 
-def _until(trace: Trace | TraceFile, table: str, horizon: int) -> Iterator[np.ndarray]:
+def _until(trace: Trace | TraceFile, table: str, horizon: int) -> Iterator[Rows]:
     for rows in trace.slices(table):
         yield rows[rows["seq"] < horizon]

@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
 from hpcsync.config.errors import printable
-from hpcsync.trace.schema import Change, Outcome, Phase
+from hpcsync.trace.schema import Change, Outcome, Phase, Rows
 
 VERSION = 1  # of the file's layout
 RECENT_S = 60.0  # wall-clock time from which rate and time left are estimated
@@ -180,7 +180,7 @@ class RowTally:
         self._decisions: dict[str, Decision] = {}
         self._stalls: dict[int, Stall] = {}
 
-    def add(self, table: str, rows: np.ndarray) -> None:
+    def add(self, table: str, rows: Rows) -> None:
         """Add rows of a table, in the order of the trace."""
         if table in ("pushes", "exchanges"):
             self._add_times(rows)
@@ -210,21 +210,21 @@ class RowTally:
                     phase=Phase(row["phase"]).name.lower(),
                 )
 
-    def _add_times(self, rows: np.ndarray) -> None:
+    def _add_times(self, rows: Rows) -> None:
         for seconds, part in zip(self.seconds, PARTS, strict=True):
             seconds += self._sums(rows["worker"], np.nan_to_num(rows[f"{part}_s"]))
 
-    def _sums(self, worker: np.ndarray, values: np.ndarray) -> np.ndarray:
+    def _sums(self, worker: Rows, values: Rows) -> Rows:
         return np.bincount(worker, values, len(self._n_applied))
 
     @property
-    def staleness(self) -> np.ndarray:
+    def staleness(self) -> Rows:
         """Mean staleness of the applied pushes of each worker; NaN before the first, shape (n_workers,)."""
         with np.errstate(invalid="ignore"):
             return self._staleness / self._n_applied
 
     @property
-    def shares(self) -> np.ndarray:
+    def shares(self) -> Rows:
         """Shares of `seconds` in each worker's sum; NaN before the first iteration."""
         with np.errstate(invalid="ignore"):
             return self.seconds / self.seconds.sum(0)
@@ -281,7 +281,7 @@ def columns(
     )
 
 
-def _rounded(values: np.ndarray) -> tuple[float | None, ...]:
+def _rounded(values: Rows) -> tuple[float | None, ...]:
     """Return the values to three digits; JSON has null for NaN."""
     return tuple(values.round(3).tolist())
 

@@ -23,6 +23,7 @@ from hpcsync.report.aggregate import Tally
 from hpcsync.report.lead import push_leads
 from hpcsync.trace import schema
 from hpcsync.trace.reader import Trace, TraceFile
+from hpcsync.trace.schema import Rows
 
 MANY_WORKERS = 20  # largest number of workers shown
 MANY_DEATHS = 5  # largest number of deaths shown
@@ -245,7 +246,7 @@ def beside_prediction(summary: Summary) -> str:
     return f"{said}; it {came}"
 
 
-def _workers(tally: Tally, push_leads: np.ndarray | None) -> Iterator[WorkerSummary]:
+def _workers(tally: Tally, push_leads: Rows | None) -> Iterator[WorkerSummary]:
     for worker in range(len(tally.iterations)):
         yield WorkerSummary(
             worker=worker,
@@ -273,7 +274,7 @@ def _deaths(trace: Trace | TraceFile) -> Iterator[Death]:
 # ---- evaluations -----------------------------------------------------------------------------------------------------
 
 
-def _target(trace: Trace | TraceFile, evaluations: np.ndarray) -> tuple[str | None, float | None]:
+def _target(trace: Trace | TraceFile, evaluations: Rows) -> tuple[str | None, float | None]:
     """Return the job's target in words, and when an evaluation first reached it; with two targets, either of them."""
     stop = trace.job.stop
     words, met = [], np.zeros(len(evaluations), bool)
@@ -287,7 +288,7 @@ def _target(trace: Trace | TraceFile, evaluations: np.ndarray) -> tuple[str | No
     return " or ".join(words) or None, float(times_s.min()) if len(times_s) else None
 
 
-def _known(values: np.ndarray) -> list[float]:
+def _known(values: Rows) -> list[float]:
     return [float(value) for value in values if math.isfinite(value)]
 
 

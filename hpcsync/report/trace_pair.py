@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hpcsync.trace.reader import Trace
+from hpcsync.trace.schema import Rows
 
 
 class Side(BaseModel):
@@ -97,14 +98,14 @@ def side(trace: Trace, samples: int) -> Side:
     )
 
 
-def _granted(trace: Trace, n_workers: int) -> np.ndarray:
+def _granted(trace: Trace, n_workers: int) -> Rows:
     """Return a number for the worker and the iteration of each grant, in the order of the grants, without stops."""
     grants = trace.tables["grants"]
     grants = grants[grants["local_steps"] > 0]
     return grants["iteration"] * n_workers + grants["worker"]
 
 
-def _same_order(a: np.ndarray, b: np.ndarray) -> float | None:
+def _same_order(a: Rows, b: Rows) -> float | None:
     if len(a) < 2:
         return None
     from scipy.stats import kendalltau

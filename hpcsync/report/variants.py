@@ -28,6 +28,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hpcsync.report.summary import Summary
+from hpcsync.trace.schema import Rows
 
 LEAST_SEEDS = 3  # for an interval or a probability
 LEVEL = 0.95
@@ -96,7 +97,7 @@ class Variants(NamedTuple):
     remarks: tuple[str, ...]
 
 
-def half_widths(values: np.ndarray) -> np.ndarray:
+def half_widths(values: Rows) -> Rows:
     """Return half the width of Student's 95 % interval of the mean over the first axis, which has at least 2 values."""
     from scipy.stats import t
 
@@ -107,12 +108,12 @@ def half_widths(values: np.ndarray) -> np.ndarray:
 class Band(NamedTuple):
     """Means over seeds, and both ends of their bands."""
 
-    mean: np.ndarray
-    low: np.ndarray
-    high: np.ndarray
+    mean: Rows
+    low: Rows
+    high: Rows
 
 
-def mean_and_band(values: np.ndarray) -> Band:
+def mean_and_band(values: Rows) -> Band:
     """Return the mean over seeds and its band.
 
     Parameters
@@ -145,7 +146,7 @@ def paired(times: Mapping[int, float], reference: Mapping[int, float]) -> Estima
     return estimate(differences) if differences and all(map(math.isfinite, differences)) else None
 
 
-def probabilities(times: np.ndarray) -> np.ndarray:
+def probabilities(times: Rows) -> Rows:
     """Return each variant's probability of being the fastest, by the paired bootstrap.
 
     Parameters

@@ -15,7 +15,7 @@ from scipy.sparse import coo_array, csr_array
 
 from hpcsync.paradigms.records import ALL_PEERS
 from hpcsync.trace.reader import Trace, TraceFile
-from hpcsync.trace.schema import EVENTS, Release
+from hpcsync.trace.schema import EVENTS, Release, Rows
 
 NO_WORKER = -1
 _TIMED = -2
@@ -40,13 +40,13 @@ class Waits(NamedTuple):
     """
 
     between_s: csr_array
-    timed_s: np.ndarray
-    ended_s: np.ndarray
-    unknown_s: np.ndarray
-    messages_s: np.ndarray
+    timed_s: Rows
+    ended_s: Rows
+    unknown_s: Rows
+    messages_s: Rows
 
     @property
-    def caused_s(self) -> np.ndarray:
+    def caused_s(self) -> Rows:
         """Time for which all other workers together waited for each worker, shape (n_workers,)."""
         return np.asarray(self.between_s.sum(axis=0)).ravel()
 
@@ -65,10 +65,10 @@ def waits(trace: Trace | TraceFile) -> Waits:
 class Wait(NamedTuple):
     """Waiting times that ended one by one, as arrays of shape (n_waits,): when, whose, for whom, how long."""
 
-    until_s: np.ndarray
-    worker: np.ndarray
-    cause: np.ndarray
-    seconds: np.ndarray
+    until_s: Rows
+    worker: Rows
+    cause: Rows
+    seconds: Rows
 
 
 def each_wait(trace: Trace | TraceFile) -> Iterator[Wait]:
@@ -103,7 +103,7 @@ def _of_grants(trace: Trace | TraceFile) -> Waits:
     return Waits(between, timed_s, ended_s, unknown_s, messages_s)
 
 
-def _grants_and_causes(trace: Trace | TraceFile) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _grants_and_causes(trace: Trace | TraceFile) -> Iterator[tuple[Rows, Rows]]:
     """Yield slices of /grants with the worker of the event that released each, or `_TIMED` or -1."""
     worker_of = _worker_of_event(trace)
     for rows in trace.slices("grants"):
@@ -112,7 +112,7 @@ def _grants_and_causes(trace: Trace | TraceFile) -> Iterator[tuple[np.ndarray, n
         yield rows, np.where(known, worker_of[np.where(known, released_by, 0)], NO_WORKER)
 
 
-def _worker_of_event(trace: Trace | TraceFile) -> np.ndarray:
+def _worker_of_event(trace: Trace | TraceFile) -> Rows:
     """Return the worker of each `seq` of an event, `_TIMED` for a row of /decisions that is an event, -1 for others."""
     tables = ("pushes", "grants", "decisions", "membership")
     n_seqs = 1 + max(int(rows["seq"].max(initial=0)) for table in tables for rows in trace.slices(table))
@@ -137,14 +137,14 @@ def _of_exchanges(trace: Trace | TraceFile) -> Waits:
     return Waits(between, timed_s, ended_s, unknown_s, messages_s)
 
 
-def _exchanges_and_causes(trace: Trace | TraceFile) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _exchanges_and_causes(trace: Trace | TraceFile) -> Iterator[tuple[Rows, Rows]]:
     """Yield slices of /exchanges with the worker for which each row's worker waited, or -1."""
     last = _last_of_iterations(trace)
     for rows in trace.slices("exchanges"):
         yield rows, np.where(rows["peer"] == ALL_PEERS, last[rows["iteration"]], np.maximum(rows["peer"], NO_WORKER))
 
 
-def _last_of_iterations(trace: Trace | TraceFile) -> np.ndarray:
+def _last_of_iterations(trace: Trace | TraceFile) -> Rows:
     """Return the worker whose computation of each iteration ended last, or -1; shape (n_iterations + 1,)."""
     n = 1 + max(int(rows["iteration"].max(initial=0)) for rows in trace.slices("exchanges"))
     latest_s, last = np.full(n, -np.inf), np.full(n, NO_WORKER, np.int32)
@@ -158,5 +158,5 @@ def _last_of_iterations(trace: Trace | TraceFile) -> np.ndarray:
     return last
 
 
-def _matrix(waiter: np.ndarray, cause: np.ndarray, seconds: np.ndarray, n_workers: int) -> csr_array:
+def _matrix(waiter: Rows, cause: Rows, seconds: Rows, n_workers: int) -> csr_array:
     return coo_array((seconds, (waiter, cause)), shape=(n_workers, n_workers)).tocsr()

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hpcsync.simulator.network import SharedLinks
+from hpcsync.trace.schema import Rows
 
 Then = Callable[..., object]
 
@@ -94,7 +95,7 @@ def ring_allgather_alone_s(capacity: Sequence[float], sizes_bytes: Sequence[int]
     return _ring_s(capacity, np.array(sizes_bytes), len(capacity) - 1, latency_s)
 
 
-def _ring_s(capacity: Sequence[float], blocks: np.ndarray, n_steps: int, latency_s: float) -> float:
+def _ring_s(capacity: Sequence[float], blocks: Rows, n_steps: int, latency_s: float) -> float:
     """Return the duration of `n_steps` ring steps; host i starts with block i (bytes) and forwards what it receives."""
     p = len(capacity)
     to_next = np.minimum(capacity, np.roll(capacity, -1))

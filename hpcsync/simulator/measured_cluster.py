@@ -17,6 +17,7 @@ from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job, Script
 from hpcsync.simulator.replayed_times import link_of
 from hpcsync.trace.reader import Trace
+from hpcsync.trace.schema import Rows
 
 BLOCK = 20  # iterations that stay together
 RATE_SHARE = 0.75  # quantile of a worker's rates
@@ -24,7 +25,7 @@ MESSAGES = 6  # latencies of a simulated iteration with one server: of the push,
 LEAST = 30  # iterations of each worker, of which the first does not count
 
 
-def computation_s(trace: Trace, job: Job, extrapolate: bool = False) -> list[np.ndarray]:
+def computation_s(trace: Trace, job: Job, extrapolate: bool = False) -> list[Rows]:
     """Return the seconds of loading and computing of each worker's local steps, without the first iteration.
 
     Parameters
@@ -97,7 +98,7 @@ def links(trace: Trace) -> Links | None:
     return Links(workers, max(workers))
 
 
-def _covered_s(begin_s: np.ndarray, end_s: np.ndarray) -> float:
+def _covered_s(begin_s: Rows, end_s: Rows) -> float:
     """Return the length of the union of intervals."""
     order = np.argsort(begin_s)
     ends = np.maximum.accumulate(end_s[order])
@@ -120,7 +121,7 @@ def stand_ins(n_measured: int, n_workers: int, seed: int) -> list[int]:
     return [*range(n_measured), *np.concatenate(rounds).tolist()][:n_workers]
 
 
-def resampled(each: list[np.ndarray], seed: int, n_workers: int | None = None) -> list[np.ndarray]:
+def resampled(each: list[Rows], seed: int, n_workers: int | None = None) -> list[Rows]:
     """Return as many times of each worker as the shortest record has, drawn in blocks.
 
     The measured workers share the blocks. Further workers have blocks of their own, so that no two workers are slow at
@@ -138,7 +139,7 @@ def resampled(each: list[np.ndarray], seed: int, n_workers: int | None = None) -
     n = min(map(len, each))
     block = min(BLOCK, n)
 
-    def places(*key: int) -> np.ndarray:
+    def places(*key: int) -> Rows:
         begins = np.random.default_rng([seed, n, *key]).integers(0, n - block + 1, size=-(-n // block))
         return (begins[:, None] + np.arange(block)).ravel()[:n]
 
@@ -149,7 +150,7 @@ def resampled(each: list[np.ndarray], seed: int, n_workers: int | None = None) -
     ]
 
 
-def write_table(each: list[np.ndarray], path: Path) -> None:
+def write_table(each: list[Rows], path: Path) -> None:
     """Write times as a file for ``cluster.compute.table``."""
     with path.open("w", newline="", encoding="utf-8") as file:
         rows = csv.writer(file)

@@ -33,7 +33,7 @@ from hpcsync.simulator import factory, peer_transfers
 from hpcsync.simulator.gradients import Work
 from hpcsync.simulator.server_numerics import Numerics
 from hpcsync.trace.reader import Trace
-from hpcsync.trace.schema import ELAPSED, EVALUATED, TABLES, Change, Outcome, Release
+from hpcsync.trace.schema import ELAPSED, EVALUATED, TABLES, Change, Outcome, Release, Rows
 from hpcsync.training.flat_model import trainable
 from hpcsync.workloads.registry import Workload
 
@@ -122,8 +122,8 @@ def check_determined(trace: Trace) -> None:
 class Values(NamedTuple):
     """Recorded and recomputed values, each of shape (n_values,), and what each of them is, in words."""
 
-    recorded: np.ndarray
-    again: np.ndarray
+    recorded: Rows
+    again: Rows
     what: Callable[[int], str]
 
 
@@ -273,13 +273,13 @@ def _push_info(push: np.void) -> PushInfo:
     return PushInfo(*(push[name].item() for name in PushInfo._fields))
 
 
-def _losses(rows: np.ndarray, again: np.ndarray) -> Values:
+def _losses(rows: Rows, again: Rows) -> Values:
     return Values(
         rows["loss"], again, lambda i: f"loss of worker {rows['worker'][i]}, iteration {rows['iteration'][i]}"
     )
 
 
-def _evaluations(rows: np.ndarray, judged: dict[int, tuple[float, float]]) -> Values:
+def _evaluations(rows: Rows, judged: dict[int, tuple[float, float]]) -> Values:
     """Return recorded and recomputed losses and accuracies, one after the other for each evaluation."""
     rows = rows[[version in judged for version in rows["version"].tolist()]]
     recorded = np.column_stack([rows["loss"], rows["accuracy"]]).ravel()

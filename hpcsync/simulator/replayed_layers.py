@@ -26,12 +26,13 @@ from hpcsync.simulator.event_loop import Loop
 from hpcsync.simulator.peer_transfers import InOrder, Links, Then
 from hpcsync.simulator.replayed_times import Columns
 from hpcsync.trace.reader import TraceError, load
+from hpcsync.trace.schema import Rows
 from hpcsync.workloads.registry import Workload
 
 CLOCK_S = 1e-6  # to which clocks agree
 
 
-def columns(job: Job, exchanges: np.ndarray) -> list[Columns]:
+def columns(job: Job, exchanges: Rows) -> list[Columns]:
     """Return the durations of each worker's iterations, from rows of /exchanges.
 
     Returns
@@ -74,7 +75,7 @@ def columns(job: Job, exchanges: np.ndarray) -> list[Columns]:
     return [found[worker] for worker in range(groups.n_workers)]
 
 
-def _before_s(rows: np.ndarray) -> np.ndarray:
+def _before_s(rows: Rows) -> Rows:
     """Return the time from the end of the iteration before to the begin of each computation, shape (n_iterations,)."""
     loaded_s = rows["begin_s"] + rows["load_s"]
     within_s = rows["end_s"] - loaded_s - rows["compute_s"]  # waits are part of the computation
@@ -82,9 +83,7 @@ def _before_s(rows: np.ndarray) -> np.ndarray:
     return np.maximum(loaded_s - np.append(0.0, ended_s[:-1]), 0.0)
 
 
-def _transfer_s(
-    rows: np.ndarray, ready_s: np.ndarray, share: float, left: np.ndarray, sent_s: np.ndarray
-) -> np.ndarray:
+def _transfer_s(rows: Rows, ready_s: Rows, share: float, left: Rows, sent_s: Rows) -> Rows:
     """Return the shortest transfer time of pieces with which a worker's computation ends when it did.
 
     Parameters

@@ -19,6 +19,7 @@ from hpcsync.simulator.cluster import changes_of, refuse_standstill
 from hpcsync.simulator.event_loop import Loop
 from hpcsync.simulator.peer_transfers import Links, Then, Workers, replica_bytes
 from hpcsync.simulator.replayed_times import LOCKSTEP, RecordedTimes, read_columns
+from hpcsync.trace.schema import Rows
 from hpcsync.workloads.registry import Workload
 
 Owner = Callable[[int, int], int]  # takes source and target
@@ -73,7 +74,7 @@ class _Swaps(Links):
         Seconds of all workers in each exchange, shape (n_exchanges, n_workers). They repeat after the last one.
     """
 
-    def __init__(self, loop: Loop, size_bytes: int, times_s: np.ndarray) -> None:
+    def __init__(self, loop: Loop, size_bytes: int, times_s: Rows) -> None:
         super().__init__(loop, None, times_s.shape[1], size_bytes)
         self._times_s = cycle(times_s.tolist())
         self._began_s = -math.inf
@@ -111,7 +112,7 @@ def build(job: Job, workload: Workload) -> Workers:
     return Workers(loop, devices, links)
 
 
-def timed(loop: Loop, method: PeerMethod, comm_s: Sequence[np.ndarray], size_bytes: int = 0) -> Links:
+def timed(loop: Loop, method: PeerMethod, comm_s: Sequence[Rows], size_bytes: int = 0) -> Links:
     """Return links with the times of a run.
 
     Parameters

@@ -36,6 +36,7 @@ from hpcsync.core.peer_machine import create_method
 from hpcsync.paradigms.records import ALL_PEERS
 from hpcsync.simulator.server_transfers import Steps
 from hpcsync.trace.reader import Trace, TraceError, load
+from hpcsync.trace.schema import Rows
 
 NO_TIME_S = 1e-9  # in place of 0, which no bandwidth gives
 LOCKSTEP = ("all-reduce", "average")  # transports without servers whose times can be taken
@@ -63,12 +64,12 @@ class RecordedTimes:
 
     def __init__(
         self,
-        compute_s: np.ndarray,
-        to_begin_s: np.ndarray,
-        to_server_s: np.ndarray,
-        comm_s: np.ndarray,
-        local_steps: np.ndarray | None = None,
-        put: np.ndarray | None = None,
+        compute_s: Rows,
+        to_begin_s: Rows,
+        to_server_s: Rows,
+        comm_s: Rows,
+        local_steps: Rows | None = None,
+        put: Rows | None = None,
     ) -> None:
         steps = np.ones(len(compute_s), int) if local_steps is None else local_steps
         put = np.ones(len(compute_s), bool) if put is None else put
@@ -221,15 +222,15 @@ def _batch_sizes(trace: Trace) -> set[int]:
 class Columns(NamedTuple):
     """Durations of one worker's iterations, the arguments of `RecordedTimes`."""
 
-    compute_s: np.ndarray
-    to_begin_s: np.ndarray
-    to_server_s: np.ndarray
-    comm_s: np.ndarray
-    local_steps: np.ndarray
-    put: np.ndarray
+    compute_s: Rows
+    to_begin_s: Rows
+    to_server_s: Rows
+    comm_s: Rows
+    local_steps: Rows
+    put: Rows
 
 
-def columns_in_step(steps: np.ndarray, batch_size: int) -> Columns:
+def columns_in_step(steps: Rows, batch_size: int) -> Columns:
     """Return the durations of one worker's iterations that end with an exchange, from /exchanges.
 
     Computations are scaled to `batch_size` samples; the exchange is in `comm_s`, and in no other column. What a worker
@@ -253,7 +254,7 @@ def to_servers(columns: Columns) -> Columns:
     return columns._replace(to_begin_s=half_s, to_server_s=half_s)
 
 
-def columns_of(pushes: np.ndarray, grants: np.ndarray, batch_size: int) -> Columns:
+def columns_of(pushes: Rows, grants: Rows, batch_size: int) -> Columns:
     """Return the durations of one worker's iterations from its pushes and grants.
 
     Only the leading iterations 1, 2, ... that have both rows are used: a killed run lacks rows at its end. The first

@@ -14,7 +14,7 @@ from hpcsync.run_dir import layout
 from hpcsync.simulator.recompute import SAME, compared_weights
 from hpcsync.simulator.simulate import prepare
 from hpcsync.trace.reader import Trace
-from hpcsync.trace.schema import ADDED, TABLES, decisions_dtype
+from hpcsync.trace.schema import ADDED, TABLES, Rows, decisions_dtype
 
 ROWS = "simulated again, all rows are the recorded ones"
 COMPARED = ("pushes", "grants", "updates", "decisions", "exchanges", "membership", "evaluations")
@@ -64,7 +64,7 @@ def simulated_again(trace: Trace) -> list[Check]:
     return [*checks, compared_weights(workload, weights)] if workload.loss and weights.is_file() else checks
 
 
-def _differences(table: str, recorded: np.ndarray, again: np.ndarray) -> tuple[int, str]:
+def _differences(table: str, recorded: Rows, again: Rows) -> tuple[int, str]:
     """Return how many values differ by rounding, and the first one that differs by more, in words."""
     if len(recorded) != len(again):
         return 0, f"/{table} has {len(recorded):,} rows, simulated again {len(again):,}"

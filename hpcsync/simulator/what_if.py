@@ -43,6 +43,7 @@ from hpcsync.simulator.replayed_times import (
 )
 from hpcsync.simulator.server_run import ServerSimulation
 from hpcsync.trace.reader import Trace, TraceFile
+from hpcsync.trace.schema import Rows
 from hpcsync.workloads.registry import build
 
 ROWS = 10_000  # pushes or exchanges of a simulation, at most (it simulates some 10,000 a second)
@@ -188,16 +189,16 @@ def _of_exchanges(trace: Trace | TraceFile) -> _Recorded:
     return _Recorded(job, samples, real_s, workers, _losses(each))
 
 
-def _losses(each: Sequence[np.ndarray]) -> list[list[float]]:
+def _losses(each: Sequence[Rows]) -> list[list[float]]:
     """Return the losses of each worker's rows, in the order of its iterations."""
     return [own["loss"][np.argsort(own["iteration"], kind="stable")].tolist() for own in each]
 
 
-def _first(trace: Trace | TraceFile, table: str, n_rows: int) -> np.ndarray:
+def _first(trace: Trace | TraceFile, table: str, n_rows: int) -> Rows:
     return trace.read(table, 0, n_rows) if isinstance(trace, TraceFile) else trace.tables[table][:n_rows]
 
 
-def _batch_size(sizes: np.ndarray) -> int:
+def _batch_size(sizes: Rows) -> int:
     return max(1, int(np.median(sizes)))
 
 
@@ -244,7 +245,7 @@ def _medians(recorded: _Recorded) -> list[Columns]:
     return found
 
 
-def _median(workers: Sequence[Columns], column: int) -> np.ndarray:
+def _median(workers: Sequence[Columns], column: int) -> Rows:
     """Return the median of all workers and iterations but the first, as shape (1,).
 
     It is that of computations for each local step, and of transfers where there was one.

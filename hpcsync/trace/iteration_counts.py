@@ -6,10 +6,12 @@ from collections import Counter
 
 import numpy as np
 
+from hpcsync.trace.schema import Rows
+
 NEVER = np.iinfo(np.int64).max
 
 
-def follow(n_workers: int, events: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def follow(n_workers: int, events: Rows, counts: Rows) -> tuple[Rows, Rows]:
     """Return the iteration counts of each event's worker and of the slowest active worker after the event.
 
     Parameters
@@ -44,7 +46,7 @@ def follow(n_workers: int, events: np.ndarray, counts: np.ndarray) -> tuple[np.n
     return own, slowest
 
 
-def running_count(labels: np.ndarray) -> np.ndarray:
+def running_count(labels: Rows) -> Rows:
     """Return for each element how many elements up to and including it are equal to it."""
     order = np.argsort(labels, kind="stable")
     ordered = labels[order]

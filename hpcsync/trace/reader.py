@@ -26,6 +26,7 @@ from hpcsync.trace.schema import (
     READABLE_VERSIONS,
     STATUSES,
     TABLES,
+    Rows,
     checksum,
     complete,
 )
@@ -110,10 +111,10 @@ class Trace(_Described):
         Tables whose rows are not those that were written, by their checksums; none in a trace of format version 7.
     """
 
-    tables: dict[str, np.ndarray]
+    tables: dict[str, Rows]
     altered: tuple[str, ...] = ()
 
-    def slices(self, table: str) -> Iterator[np.ndarray]:
+    def slices(self, table: str) -> Iterator[Rows]:
         """Yield all rows of a table in one slice, as `TraceFile.slices` yields them in several."""
         yield self.tables[table]
 
@@ -167,7 +168,7 @@ class TraceFile(_Described):
     slice_rows: int
     flushed: np.void
 
-    def slices(self, table: str) -> Iterator[np.ndarray]:
+    def slices(self, table: str) -> Iterator[Rows]:
         """Yield the rows of a table slice by slice; one empty slice for a table without rows."""
         for begin in range(0, max(self.n_rows[table], 1), self.slice_rows):
             rows = self.read(table, begin, begin + self.slice_rows)
@@ -190,12 +191,12 @@ class TraceFile(_Described):
             if self.checksum(table) not in (None, found):
                 raise TraceError(f"{self.path}: a damaged trace: the rows of /{table} are not those that were written")
 
-    def read(self, table: str, begin: int = 0, end: int | None = None) -> np.ndarray:
+    def read(self, table: str, begin: int = 0, end: int | None = None) -> Rows:
         """Return the rows [begin, end) of a table, with the columns of this version; `end` None is its last row."""
         rows = self._as_written(table, begin, end)
         return complete(rows, TABLES[table]) if self.attributes["format_version"] < FORMAT_VERSION else rows
 
-    def is_altered(self, table: str, rows: np.ndarray) -> bool:
+    def is_altered(self, table: str, rows: Rows) -> bool:
         """Return True if these, all rows of a table as `read` returns them, are not those that were written."""
         written = self.checksum(table)
         if written is None:
@@ -204,10 +205,10 @@ class TraceFile(_Described):
             rows = self._as_written(table)
         return checksum(rows) != written
 
-    def _as_written(self, table: str, begin: int = 0, end: int | None = None) -> np.ndarray:
+    def _as_written(self, table: str, begin: int = 0, end: int | None = None) -> Rows:
         last = self.n_rows[table]
         with _reporting_damage(self.path):
-            rows: np.ndarray = self.file[table][begin : last if end is None else min(end, last)]
+            rows: Rows = self.file[table][begin : last if end is None else min(end, last)]
         return rows
 
 
@@ -260,7 +261,7 @@ def _check_attributes(attributes: Mapping[str, Any]) -> None:
             raise ValueError(f"the attribute {name} must be {least} to {MOST_RANKS:,}")
 
 
-def _check_workers(table: str, worker: np.ndarray, n_workers: int) -> None:
+def _check_workers(table: str, worker: Rows, n_workers: int) -> None:
     if worker.min() < -1 or worker.max() >= n_workers:
         raise ValueError(f"/{table} names a worker that is none of {n_workers}")
 

@@ -21,11 +21,18 @@ import math
 import zlib
 from collections.abc import Iterable, Mapping
 from enum import IntEnum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from hpcsync.paradigms.records import Column, Grant, Problem, PushInfo, StepInfo, columns
+
+if (
+    TYPE_CHECKING
+):  # mypy tries all overloads of ndarray's operators where it does not know the type: minutes for them all
+    Rows = Any
+else:
+    Rows = np.ndarray  # rows of a table, or of one of its columns
 
 FORMAT = "hpcsync-trace"
 FORMAT_VERSION = 9

@@ -39,6 +39,7 @@ from hpcsync.trace.schema import (
     FORMAT_VERSION,
     SCHEMA,
     STATUSES,
+    Rows,
     TableSchema,
     checksum,
     complete,
@@ -70,7 +71,7 @@ class _Buffer:
         self._has_text = any("S" in column for column in columns)
         self._hold(np.zeros(DUE_ROWS, dtype))
 
-    def _hold(self, rows: np.ndarray) -> None:
+    def _hold(self, rows: Rows) -> None:
         """Pack into these rows from now on."""
         self.rows, self._size, self._bytes = rows, len(rows), rows.view(np.uint8).data
 
@@ -128,7 +129,7 @@ class TraceWriter:
         decision_fields: Mapping[str, tuple[str, str]] | None = None,
         resumed_rows: Mapping[str, int] | None = None,
     ) -> None:
-        self.observer: Callable[[str, np.ndarray], None] | None = None  # called with the rows of a table at each flush
+        self.observer: Callable[[str, Rows], None] | None = None  # called with the rows of a table at each flush
         tables = {**SCHEMA, "decisions": decisions_table(decision_fields or {})}
         self._buffers = {name: _Buffer(_with_enums(table.dtype)) for name, table in tables.items()}
         self._n_waiting = 0  # rows in the buffers
@@ -385,7 +386,7 @@ class TraceWriter:
         self._file.attrs.modify("flushed_rows", self._flushed_rows())
         self._file.attrs.modify("tracing_overhead_s", self.tracing_overhead_s)
 
-    def _flushed_rows(self) -> np.ndarray:
+    def _flushed_rows(self) -> Rows:
         fields = [(table, "<i8") for table in self._n_rows] + [(f"{table}{CHECKSUM}", "<u4") for table in self._n_rows]
         counts = np.zeros((), fields)
         for table, n_rows in self._n_rows.items():
