@@ -535,5 +535,5 @@ def reproduce(out: Path, seeds: int, processes: int, console: Console, length: f
     shown = [(setting, rate, method) for setting, (rate, methods) in SHOWN.items() for method in methods]
     folder = out / "runs"
     draw_k({(s, m): load(folder / name_of(s, r, m, FIRST_SEED) / layout.TRACE) for s, r, m in shown}, out)
-    title = f"k-sync, virtual time, {seeds} seeds: mean (least to largest)"
+    title = f"k-sync, virtual time, {seeds} seeds: mean (95 % interval)"
     return conclude(claims(), results, out, console, title)

@@ -105,4 +105,4 @@ def reproduce(out: Path, seeds: int, console: Console) -> pd.DataFrame:
             console.print(f"run {n} of {len(todo)}: {name}")
             run(asked, out / "runs" / name)
     results = pd.DataFrame([first_k.measure(out / "runs" / name)[0] for name in todo])
-    return conclude(claims(), results, out, console, f"k-sync, real ranks, {seeds} seeds: mean (least to largest)")
+    return conclude(claims(), results, out, console, f"k-sync, real ranks, {seeds} seeds: mean (95 % interval)")

@@ -367,5 +367,5 @@ def reproduce(out: Path, seeds: int, processes: int, console: Console, length: f
     draw_times(results, out)
     draw_errors(results, out)
     draw_throughput(results, out)
-    title = f"Gossip, virtual time, {seeds} seeds: mean (least to largest)"
+    title = f"Gossip, virtual time, {seeds} seeds: mean (95 % interval)"
     return conclude(claims(), results, out, console, title)

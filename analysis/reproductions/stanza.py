@@ -513,4 +513,4 @@ def reproduce(out: Path, seeds: int, processes: int, console: Console) -> pd.Dat
     results = derived(pd.DataFrame([measure(out / "runs" / name) for name in todo]))
     draw_speed_ups(results, out)
     draw_where(results, out)
-    return conclude(claims(), results, out, console, "Stanza, virtual time: mean (least to largest)")
+    return conclude(claims(), results, out, console, "Stanza, virtual time: mean (95 % interval)")

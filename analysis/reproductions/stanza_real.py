@@ -192,4 +192,4 @@ def reproduce(out: Path, seeds: int, console: Console) -> pd.DataFrame:
                 rows += [measure(real, LEFT_OUT) | link | cables | computing(real)]
                 rows += [measure(out / path_of(rate, "simulated", method, seed), LEFT_OUT) | link]
     results = pd.DataFrame(rows)
-    return conclude(claims(), results, out, console, f"Stanza, four hosts, {seeds} seeds: mean (least to largest)")
+    return conclude(claims(), results, out, console, f"Stanza, four hosts, {seeds} seeds: mean (95 % interval)")

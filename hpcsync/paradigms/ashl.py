@@ -27,6 +27,8 @@ Where the paper (Algorithm 3) leaves it open, a letter in this file marks the br
        worker makes H_preset steps and sends everything. In the profile it counts as profiled as far as the slowest
     i  with loss = "evaluation" the loss is that of the servers' model on held-out data, as evaluated latest since the
        coarse stage began; a plateau is one over CHECKS evaluations, and the fine stage begins when an evaluation ends
+    j  in lines 4 to 11 a worker of the fine stage that is too far ahead waits, and only then its commit is applied and
+       sent. Here the commit is applied at once and its grant waits, so that others read it earlier than there
 
 References
 ----------
@@ -227,6 +229,7 @@ class ASHL(Paradigm):
         if worker in self._begun:  # (d)
             self._fine.push(worker)
         rows = self._advance(worker)
+        # (j) The commit of a worker that blocks is applied, too.
         return [Apply((worker,), (share,)), *rows, *self._answer(worker), *self._gate.release(self._continue)]
 
     def _left(self, worker: int) -> list[Action]:

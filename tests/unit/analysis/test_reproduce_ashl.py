@@ -112,6 +112,7 @@ def results(jobs, seconds, error=lambda method: 0.02, waits=0.0):
         time_s = seconds(arm, method)
         at_least_s = 99.0 if np.isnan(time_s) else time_s
         row = {"setting": setting, "arm": arm, "paradigm": method, "seed": int(seed), "error": error(method)}
+        row["coarse_s"] = 2.0
         row |= {
             "accuracy_s": time_s,
             "loss_s": time_s,
@@ -158,6 +159,14 @@ def test_who_never_gets_there_beats_nobody_and_is_beaten(jobs):
         frame = results(jobs, lambda arm, method, never=never: np.nan if method == never else 10.0)
         verdict = judge(frame, says).loc[says]
         assert (verdict["verdict"] == "holds") == holds and verdict["unknown"] == (1 - holds)
+
+
+def test_a_profile_that_is_not_counted_is_subtracted(jobs):
+    says = "10 workers, H = 2, by the loss: the same, ASHL's time after its profile"
+    for ashl_s, verdict in ((8.4, "holds"), (8.6, "does not hold")):
+        frame = results(jobs, lambda arm, method, ashl_s=ashl_s: ashl_s if method == "ASHL" else 10.0)
+        found = judge(frame, says).loc[says]
+        assert found["verdict"] == verdict and found["mean"] == pytest.approx((ashl_s - 2.0) / 10.0)
 
 
 def test_a_worse_model_is_no_better(jobs):

@@ -154,13 +154,41 @@ def test_variants_differ_in_one_option_and_share_the_papers_batch_and_decays(tmp
 def test_verdicts_on_variants_follow_the_times():
     seeds = range(5)
     rows = [
-        {"setting": f"{cluster}-{workers}", "arm": gossip_variants.ARM, "paradigm": method, "seed": seed}
+        {
+            "setting": f"{cluster}-{workers}",
+            "arm": gossip_variants.ARM,
+            "paradigm": method,
+            "seed": seed,
+            "workers": workers,
+        }
         | {"target_s": (2.0 if method == "all-reduce" else 1.0) + 0.01 * seed, "accuracy": 0.9}
         for cluster in gossip.CLUSTERS
         for workers in gossip_variants.WORKERS
         for method in gossip_variants.METHODS
         for seed in seeds
     ]
+    rows += [row | {"arm": "tuned", "target_s": 1.0} for row in rows if row["workers"] == 32]
     found = judged(gossip_variants.claims(), pd.DataFrame(rows)).set_index("claim")["verdict"]
     assert found["8 workers, with stragglers: pull sooner than all-reduce"] == "holds"
     assert found["8 workers, with stragglers: all-reduce's accuracy at the end above that of pull"] == "does not hold"
+    assert found["32 workers, with stragglers: pull sooner than all-reduce"] == "holds"
+    own_rates = "32 workers, with stragglers, each with its own best rate: pull sooner than all-reduce"
+    assert found[own_rates] == "does not hold"
+
+
+def test_rates_are_chosen_alike_on_seeds_of_their_own(tmp_path, monkeypatch):
+    found = {}
+
+    def tuned(setting, methods, make, measure, columns, seeds, out, *_, tuning_seeds):
+        found[setting] = {(m, f): make(m, f, 1).optimizer.lr for m in methods for f in (0.25, 4.0)}
+        assert not set(seeds) & set(tuning_seeds)
+        return pd.DataFrame()
+
+    monkeypatch.setattr(gossip_variants, "tuned", tuned)
+    for setting in gossip_variants.TUNED:
+        for seed in gossip_variants.TUNING_SEEDS:
+            gossip.write_times(gossip.table_of(tmp_path / "times", 32, seed), 32, seed)
+        gossip_variants.tuned_runs(setting, tmp_path, 5, 1, Console(quiet=True), 1.0)
+    assert found.keys() == {"even-32", "stragglers-32"}
+    expected = {(m, f): pytest.approx(0.2 * f) for m in ("all-reduce", "EASGD", "pull") for f in (0.25, 4.0)}
+    assert all(rates == expected for rates in found.values())
