@@ -75,6 +75,7 @@ PARADIGMS = {
     "local-sgd": "steps = 3",
     "ad-psgd": "",
     "gossip": 'mode = "pull"',
+    "stanza": 'cut = "7"',
 }
 STEPS = ("", "starting", "loading libraries", "loading model", "setting up", "training", " samples ")  # what it says
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL)
@@ -131,7 +132,7 @@ def job(paradigm: str) -> str:
     return JOB.format(
         paradigm="{" + f'name = "{paradigm}"' + f", {options}" * bool(options) + "}",
         workers=2,
-        workload="linear",
+        workload="digits" if paradigm == "stanza" else "linear",
         batch=4,
     )
 
