@@ -104,6 +104,7 @@ AUDIT: dict[str, Alter] = {
     "an impossible accuracy": column("evaluations", "accuracy", lambda a: np.full_like(a, 1.5)),
     "no last evaluation": without("evaluations", LAST),
     "uncertain clocks": column("clocks", "uncertainty_s", lambda s: s + 100.0),
+    "clock offsets": column("clocks", "offset_s", lambda s: s + 1.0),
     "a removed departure": without("membership", 0),
     "rate of the job": job(optimizer={"lr": 0.04}),
     "stopping rule of the job": job(stop={"samples": 4000}),

@@ -43,6 +43,8 @@ def test_the_trace_itself_passes(path):
         ((0, 2), (0.0, 2.0), (0, 5), False),
         ((0, 1), (0.0, -1.0), (0, 5), False),
         ((0, 1), (0.0, 2.0), (5, 4), False),
+        ((0, 1), (0.0, 2.0), (1, 5), False),
+        ((0, 1), (0.5, 2.0), (0, 5), False),
     ],
 )
 def test_starts_are_numbered_and_follow_each_other(path, start, now_s, seq, right):
