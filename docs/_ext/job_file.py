@@ -51,7 +51,7 @@ SECTIONS = {
     "cluster.network": "Links of a simulated cluster. Real ranks use the network they run on.",
     "cluster.events": "Changes of a worker's device during the run, one `[[cluster.events]]` table each. A change "
     "applies to real "
-    "ranks and simulations alike.",
+    "ranks and simulations alike, except `die`, which real ranks refuse.",
 }
 
 KINDS = {
@@ -192,6 +192,9 @@ KEYS = {
     "cluster.network": "A table, see below.",
     "cluster.update_gbytes_per_s": "Simulation only: throughput of updates in GB/s, of the contributions that a server "
     "adds to its weights and of the weights to which a worker without servers adds its step.",
+    "cluster.checkpoint_s": "Simulation only: seconds of a checkpoint, during which no worker computes "
+    "([Simulate a cluster](../how-to/simulate.md#checkpoints-and-deaths)). Real ranks ignore it: their checkpoints "
+    "take the time that they take.",
     "cluster.events": "A list of tables, see below.",
     "cluster.compute.constant.seconds": "Seconds of an iteration of the job's batch size.",
     "cluster.compute.lognormal.seconds": "Median seconds of an iteration of the job's batch size.",
@@ -209,8 +212,11 @@ KEYS = {
     "cluster.events.at_iteration": "Iteration of this worker at whose beginning the change happens.",
     "cluster.events.change": "`slow`: iterations take `factor` times as long, until the next change. `recover`: a "
     "factor of 1. `leave`: the "
-    "worker leaves before its next iteration. `join`: it takes part (again); with `at_s` only.",
+    "worker leaves before its next iteration. `join`: it takes part (again); with `at_s` only. `die`: its process "
+    "dies, and all ranks restart from the last checkpoint; simulation only, with `at_s` and "
+    '`cluster.on_death = "restart"` only.',
     "cluster.events.factor": "Factor of `slow`; required there, absent otherwise.",
+    "cluster.events.restart_s": "Seconds from `die` until all ranks train again; required there, absent otherwise.",
 }
 
 DEFAULTS = {  # in words, where the schema has none, or one that it computes
@@ -222,6 +228,7 @@ DEFAULTS = {  # in words, where the schema has none, or one that it computes
     "cluster.servers": "1; 0 without servers",
     "evaluation.seconds": "evaluations take no time",
     "cluster.update_gbytes_per_s": "updates take no time",
+    "cluster.checkpoint_s": "no checkpoints; if ranks die, they take no time",
     "cluster.workers_min": "`workers` to start, 1 to resume",
     "cluster.network.server_bandwidth_gbit": "the largest of `bandwidth_gbit`",
 }

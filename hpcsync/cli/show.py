@@ -186,6 +186,8 @@ def _event(event: ClusterEvent) -> str:
             return f"worker {event.worker} leaves at {when}"
         case "join":
             return f"worker {event.worker} joins at {when}"
+        case "die":
+            return f"worker {event.worker} dies at {when}; all train again {event.restart_s:g} s later"
 
 
 def _ranks(role: str, first: int, n: int) -> str:

@@ -90,16 +90,22 @@ class ClusterEvent(Table):
     change
         "slow": iterations take `factor` times as long from then on; factors replace each other. "recover": a factor of
         1. "leave": the worker leaves instead of starting an iteration. "join": it is active again; a worker that has
-        not left before is active only from then on.
+        not left before is active only from then on. "die": simulation only; a process of the worker dies, and
+        with on_death = "restart" all ranks restart from the last checkpoint.
     factor
         Slowdown of a "slow" device.
+    restart_s
+        Seconds from a death until the restarted ranks train.
     """
 
     worker: int = Field(description="the number of a worker, from 0")
     at_s: NotNegative | None = None
     at_iteration: Count | None = None
-    change: Literal["slow", "recover", "leave", "join"] = Field(description='"slow", "recover", "leave" or "join"')
+    change: Literal["slow", "recover", "leave", "join", "die"] = Field(
+        description='"slow", "recover", "leave", "join" or "die"'
+    )
     factor: Positive | None = None
+    restart_s: NotNegative | None = None
 
     @field_validator("at_iteration")
     @classmethod
@@ -115,12 +121,21 @@ class ClusterEvent(Table):
             raise ValueError(f'must be omitted: change = "{change}" has none')
         return factor
 
+    @field_validator("restart_s")
+    @classmethod
+    def _of_a_death(cls, restart_s: float | None, info: ValidationInfo) -> float | None:
+        if restart_s is not None and (change := info.data.get("change", "die")) != "die":
+            raise ValueError(f'must be omitted: change = "{change}" has none')
+        return restart_s
+
     @model_validator(mode="after")
     def _complete(self) -> Self:
         if self.at_s is None and self.at_iteration is None:
             raise missing("at_s", "seconds since the start of the run (or at_iteration: the worker's, from 1)")
         if self.change == "slow" and self.factor is None:
             raise missing("factor", "a number greater than 0: how many times as long iterations take")
+        if self.change == "die" and self.restart_s is None:
+            raise missing("restart_s", "seconds from the death until the restarted ranks train")
         return self
 
 
@@ -236,6 +251,9 @@ class Cluster(Table):
     update_gbytes_per_s
         Throughput of updates in a simulation, in 10^9 bytes per second: of the contributions that a server adds to its
         weights, and of the weights to which a worker without servers adds its step. By default updates take no time.
+    checkpoint_s
+        Duration of a checkpoint in a simulation, in seconds, from the moment at which all workers have halted. By
+        default a simulation makes no checkpoints, unless ranks die: then they take no time.
     events
         Changes during the run.
     """
@@ -252,6 +270,7 @@ class Cluster(Table):
     compute: Compute | None = None
     network: Network | None = None
     update_gbytes_per_s: Positive | None = None
+    checkpoint_s: Positive | None = None
     events: Annotated[tuple[ClusterEvent, ...], BeforeValidator(_tables)] = ()
 
     @model_validator(mode="after")
@@ -317,6 +336,22 @@ class Cluster(Table):
                 raise JobError(
                     f"{key}.change = {shown(event.change)}: must come with [cluster.compute] or cluster.times_from, "
                     "whose times it changes"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _deaths_make_sense(self) -> Self:
+        for i, event in enumerate(self.events):
+            if event.change != "die":
+                continue
+            if event.at_s is None:
+                raise JobError(
+                    f'cluster.events[{i}].at_iteration = {event.at_iteration}: must be at_s with change = "die"'
+                )
+            if self.on_death != "restart":
+                raise JobError(
+                    f'cluster.events[{i}].change = "die": must come with cluster.on_death = "restart"; a worker '
+                    'without which the others continue has change = "leave"'
                 )
         return self
 

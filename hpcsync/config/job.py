@@ -159,6 +159,16 @@ class Job(Table):
         return self
 
     @model_validator(mode="after")
+    def _trains_between_checkpoints(self) -> Self:
+        checkpoint_s, every_s = self.cluster.checkpoint_s, self.checkpoint.seconds
+        if checkpoint_s is not None and 0 < every_s <= checkpoint_s:
+            raise JobError(
+                f"cluster.checkpoint_s = {checkpoint_s:g}: must be less than checkpoint.seconds = {every_s:g}, which "
+                "is from one checkpoint to the next"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _steps_on_workers_are_whole(self) -> Self:
         if self.steps_on_workers and self.optimizer.async_lr_scale != 1.0:
             raise JobError(
@@ -410,6 +420,12 @@ def refuse_simulated(job: Job) -> None:
             f"cluster.times_from = {shown(trace)}: must not be given to run: real ranks take their own times; "
             "hpcsync simulate takes it"
         )
+    for i, event in enumerate(job.cluster.events):
+        if event.change == "die":
+            raise JobError(
+                f'cluster.events[{i}].change = "die": must not be given to run, which ends no process; hpcsync '
+                "simulate takes it"
+            )
     with options_suit():
         job.paradigm.check_real(job)
 

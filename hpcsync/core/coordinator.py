@@ -331,6 +331,11 @@ class Coordinator(Stateful):
         return worker in self._pending
 
     @property
+    def seq(self) -> int:
+        """Latest `seq` of the trace."""
+        return self._seq
+
+    @property
     def blocked(self) -> Mapping[int, float]:
         """Blocked workers, and the time since which each is blocked."""
         return self._blocked

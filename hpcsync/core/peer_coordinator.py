@@ -253,6 +253,16 @@ class PeerCoordinator(Stateful):
         self._round: dict[int, list[StepInfo]] = {}  # common iterations: step infos
         self._seq = 0
 
+    @property
+    def computing(self) -> set[int]:
+        """Active workers that are not blocked: all of them, since they wait for no answer."""
+        return self.active
+
+    @property
+    def seq(self) -> int:
+        """Latest `seq` of the trace."""
+        return self._seq
+
     def exchanged(self, now_s: float, step_info: StepInfo) -> None:
         """Process the step info of a worker that has ended an iteration."""
         r = step_info

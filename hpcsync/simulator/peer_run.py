@@ -100,7 +100,7 @@ class PeerSimulation(Simulation, Transport):
         trace: Recorder,
         watch: Watch = lambda now_s, coordinator: None,
     ) -> None:
-        super().__init__(job, workload, workers.loop, watch)
+        super().__init__(job, workload, workers.loop, trace, watch)
         self.coordinator = PeerCoordinator(job, trace, NoDetector())
         self._links = workers.links
         self._numerics = self._create_numerics(workload)
@@ -157,7 +157,7 @@ class PeerSimulation(Simulation, Transport):
         state.compute_s = now_s - state.begin_s
         state.loss = self._compute(worker)
         state.gradient_sq = self._numerics.gradient_sq
-        state.actions = state.machine.advance(state.n_samples, stop=self.coordinator.stopping)
+        state.actions = state.machine.advance(state.n_samples, stop=self.coordinator.stopping, halt=self._must_halt())
         self._resume(worker)
 
     def _resume(self, worker: int, value: Any = None) -> None:
@@ -223,6 +223,13 @@ class PeerSimulation(Simulation, Transport):
             self._next(worker)
 
     def _next(self, worker: int) -> None:
+        state = self._workers[worker]
+        if not state.has_left and state.machine.at_halt(self._must_halt()):
+            self._halt(worker, self._go_on, worker)
+        else:
+            self._go_on(worker)
+
+    def _go_on(self, worker: int) -> None:
         state = self._workers[worker]
         if state.has_left:
             self._participate(worker)

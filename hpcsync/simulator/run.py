@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hpcsync.config.job import Job, Script
-from hpcsync.core.coordinator import Coordinator
+from hpcsync.core.coordinator import Coordinator, Recorder
 from hpcsync.core.peer_coordinator import PeerCoordinator
 from hpcsync.core.step_problems import ProblemReport, loss_check
 from hpcsync.simulator.event_loop import Loop
+from hpcsync.simulator.halts import Halts
 from hpcsync.training.lr_schedule import EvaluationSchedule
 from hpcsync.workloads.registry import Workload
 
@@ -29,6 +30,8 @@ class Simulation(ABC):
         Its workload.
     loop
         Event loop.
+    trace
+        Receiver of the trace rows.
     watch
         Called with the virtual time in seconds and the coordinator after every push or iteration, to show progress or
         to end the run by raising.
@@ -44,7 +47,7 @@ class Simulation(ABC):
     coordinator: Coordinator | PeerCoordinator
     attributes: Mapping[str, int] = {}
 
-    def __init__(self, job: Job, workload: Workload, loop: Loop, watch: Watch) -> None:
+    def __init__(self, job: Job, workload: Workload, loop: Loop, trace: Recorder, watch: Watch) -> None:
         assert not isinstance(job.workload, Script)
         self._job, self._loop, self._watch = job, loop, watch
         self._batch_size = job.workload.batch_size
@@ -52,6 +55,11 @@ class Simulation(ABC):
         self._evaluated = workload.evaluate is not None
         self._evaluations = EvaluationSchedule(job.evaluation.every_samples if self._evaluated else 0)
         self._evaluating = False  # while an evaluation that takes time is under way
+        cluster = job.cluster
+        deaths = any(event.change == "die" for event in cluster.events)
+        self._halts = Halts(job, trace) if deaths or cluster.checkpoint_s is not None else None
+        self._halted: set[int] = set()  # workers that wait for the end of the halt
+        self._kept: list[tuple[Callable[..., object], tuple[Any, ...]]] = []  # what happens then
 
     def run(self) -> None:
         """Run until every worker has left; then write the final weights into the workload's model and evaluate them."""
@@ -110,3 +118,48 @@ class Simulation(ABC):
     def _evaluation_ends(self, judged: Judged) -> None:
         self._evaluating = False
         self._conclude(judged)
+
+    # ---- checkpoints and restarts ----
+
+    @property
+    def _halted_s(self) -> float:
+        """Time from which on nothing computes, if the last worker halts now."""
+        return self._loop.now_s
+
+    def _must_halt(self) -> bool:
+        """Return True if workers are asked to halt, for a checkpoint or because a rank has died."""
+        halts, coordinator, job = self._halts, self.coordinator, self._job
+        if halts is None:
+            return False
+        if not (halts.asked or coordinator.stopping):
+            can_save = job.has_servers or len(coordinator.active) == job.cluster.workers
+            halts.ask_if_due(self._loop.now_s, coordinator.version, can_save=can_save)
+        return halts.asked
+
+    def _halt(self, worker: int, then: Callable[..., object], *args: Any) -> None:
+        """Let a worker wait, and call ``then(*args)`` once the run continues: after a while when all wait."""
+        coordinator = self.coordinator
+        assert self._halts is not None
+        self._kept.append((then, args))
+        if worker in self._halted or worker not in coordinator.computing:
+            return  # it joins
+        self._halted.add(worker)
+        if len(self._halted) == len(coordinator.computing):
+            continues_s = self._halts.continues_s(self._halted_s, coordinator.version, coordinator.seq)
+            self._loop.at(continues_s, self._end_halt)
+
+    def _is_kept(self, then: Callable[..., object], *args: Any) -> bool:
+        """Keep ``then(*args)`` until the run continues, if workers halt; return whether they do."""
+        halting = self._halts is not None and self._halts.asked
+        if halting:
+            self._kept.append((then, args))
+        return halting
+
+    def _end_halt(self) -> None:
+        """Let everything continue that has waited."""
+        assert self._halts is not None
+        self._halts.asked = False
+        self._halted.clear()
+        kept, self._kept = self._kept, []
+        for then, args in kept:
+            then(*args)

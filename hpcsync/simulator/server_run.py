@@ -85,7 +85,7 @@ class ServerSimulation(Simulation):
         trace: Recorder,
         watch: Watch = lambda now_s, coordinator: None,
     ) -> None:
-        super().__init__(job, workload, cluster.loop, watch)
+        super().__init__(job, workload, cluster.loop, trace, watch)
         self.coordinator = coordinate(job, paradigm, trace, NoDetector())
         self._n_pieces = job.n_pieces
         self._transfers = cluster.transfers
@@ -154,6 +154,8 @@ class ServerSimulation(Simulation):
         self._transfers.push_info(worker, state.machine.grant.iteration, self._joined)
 
     def _joined(self, worker: int, joined_s: float) -> None:
+        if self._keeps_back(worker, self._joined, joined_s):
+            return
         self._carry_out(self.coordinator.joined(self._loop.now_s, worker))
 
     def _cancelled(self, version: int, worker: int, sent_s: float) -> None:
@@ -237,6 +239,8 @@ class ServerSimulation(Simulation):
 
     def _receive_push(self, worker: int, put_s: float) -> None:
         """Handle a push at the server."""
+        if self._keeps_back(worker, self._arrive, put_s):
+            return
         now_s, state = self._loop.now_s, self._workers[worker]
         encode_s, duration_s = state.sent_s - state.end_s, put_s - state.sent_s
         problem = self._problem_of(state.loss)
@@ -267,7 +271,7 @@ class ServerSimulation(Simulation):
                 self._transfers.cancel(command.worker, iteration, partial(self._cancelled, command.version))
         due = self.coordinator.due
         if due is not None and due != self._due:
-            self._loop.at(due.now_s, self._time_has_come)
+            self._loop.at(max(due.now_s, self._loop.now_s), self._time_has_come)  # it may have passed during a halt
         self._due = due
 
     def _updated(self, version: int, gradient_sq: float) -> None:
@@ -302,6 +306,8 @@ class ServerSimulation(Simulation):
         self._transfers.push_info(worker, self._workers[worker].machine.grant.iteration, self._left)
 
     def _left(self, worker: int, left_s: float) -> None:
+        if self._keeps_back(worker, self._left, left_s):
+            return
         self._carry_out(self.coordinator.left(self._loop.now_s, worker))
         self._evaluate_if_due()
 
@@ -309,11 +315,26 @@ class ServerSimulation(Simulation):
         return now_s, version, samples, *self._numerics.evaluate(self.coordinator.trained_by)
 
     def _conclude(self, judged: Judged) -> None:
+        if self._is_kept(self._conclude, judged):
+            return
         self._carry_out(self.coordinator.evaluated(*judged, known_s=self._loop.now_s))
 
     def _time_has_come(self) -> None:
+        if self._is_kept(self._time_has_come):
+            return
         self._carry_out(self.coordinator.passed(self._loop.now_s))
         self._evaluate_if_due()
+
+    @property
+    def _halted_s(self) -> float:
+        return max(self._loop.now_s, self._free_s)
+
+    def _keeps_back(self, worker: int, handle: Callable[[int, float], None], time_s: float) -> bool:
+        """Keep a worker's message back if workers are to halt, as real servers do; return whether it was kept back."""
+        if not self._must_halt():
+            return False
+        self._halt(worker, handle, worker, time_s)
+        return True
 
     def _check_periodically(self) -> None:
         """Check the coordinator's invariants.

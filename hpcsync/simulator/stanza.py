@@ -118,6 +118,7 @@ class StanzaSimulation(PeerSimulation):
         for state, group in zip(self._workers, self._group_of, strict=True):
             state.step_s = state.step_s * group.size_bytes / self._links.size_bytes
         self._last = math.inf  # iteration
+        self._halt_after = 0  # iteration
 
     def _create_numerics(self, workload: Workload) -> TwoHalves | NullNumerics:
         if self._model.halves is None:
@@ -208,6 +209,8 @@ class StanzaSimulation(PeerSimulation):
             group.n_computing = len(group.workers)
             if group.is_fc and self.coordinator.stopping:
                 self._last = min(self._last, self._workers[worker].machine.iteration + 1)
+            if group.is_fc and counts.halt and self._halt_after < self._workers[worker].machine.iteration:
+                self._halt_after = self._workers[worker].machine.iteration + 1
             for of_group in group.workers:
                 self._workers[of_group].exchange_s = self._loop.now_s
             self._links.all_reduce_among(group.workers, group.size_bytes, self._reduced, group, lr)
@@ -218,7 +221,8 @@ class StanzaSimulation(PeerSimulation):
         self._numerics.step(lr, above=group.is_fc)
         group.n_steps += 1
         n = len(self._convolution.workers)
-        agreed = Agreed(n, n, n * self._batch_size, stop=group.n_steps >= self._last)
+        stop, halt = group.n_steps >= self._last, group.n_steps == self._halt_after
+        agreed = Agreed(n, n, n * self._batch_size, stop, halt)
         self._resume_together((worker, (agreed, self._result(worker))) for worker in group.workers)
 
     def _result(self, worker: int) -> ExchangeResult:

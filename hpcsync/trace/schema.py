@@ -262,7 +262,7 @@ SCHEMA: dict[str, TableSchema] = {
             Column("start", "<i4", "", "Number of the start, from 0."),
             Column("now_s", "<f8", "s", "Time at which the run starts or resumes."),
             Column("seq", "<i8", "", "Last seq before this start."),
-            Column("created", "S25", "", "Date and time of the start, UTC."),
+            Column("created", "S25", "", "Date and time of the start, UTC; empty in a simulation."),
             Column("job_id", "S64", "", "Job identifier of the batch system; empty without one."),
         ),
     ),

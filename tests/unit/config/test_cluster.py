@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hpcsync.config.cluster import Cluster, ClusterEvent, Network, absences
 from hpcsync.config.errors import JobError
-from hpcsync.config.job import Job
+from hpcsync.config.job import Job, refuse_simulated
 from tests.unit.jobs import make_job
 
 COMPUTE = {"model": "constant", "seconds": 1.0}
@@ -34,6 +34,7 @@ def error(*events: Any, **keys: Any) -> str:
 SLOW = {"worker": 1, "at_s": 5, "change": "slow", "factor": 4}
 RECOVER = {"worker": 1, "at_iteration": 9, "change": "recover"}
 LEAVE = {"worker": 3, "at_s": 2.5, "change": "leave"}
+DIE = {"worker": 2, "at_s": 7.5, "change": "die", "restart_s": 60}
 
 
 def test_events_are_read_in_the_order_of_the_file() -> None:
@@ -80,6 +81,30 @@ EVENTS = st.builds(
 )
 
 
+def test_deaths_restart_a_simulation_and_are_refused_on_real_ranks() -> None:
+    job = cluster(LEAVE, DIE, on_death="restart")
+    assert job.cluster.events[1].restart_s == 60.0 and Job.from_toml(job.to_toml()) == job
+    with pytest.raises(JobError) as caught:
+        refuse_simulated(job)
+    assert str(caught.value) == (
+        'cluster.events[1].change = "die": must not be given to run, which ends no process; hpcsync simulate takes it'
+    )
+    refuse_simulated(cluster(LEAVE, on_death="restart", checkpoint_s=30))  # real checkpoints take what they take
+
+
+def test_a_checkpoint_takes_less_than_the_time_between_two() -> None:
+    between = {"checkpoint": {"seconds": 60}}
+    with pytest.raises(JobError) as caught:
+        make_job(cluster={"checkpoint_s": 60}, **between)
+    assert str(caught.value) == (
+        "cluster.checkpoint_s = 60: must be less than checkpoint.seconds = 60, which is from one checkpoint to the next"
+    )
+    make_job(cluster={"checkpoint_s": 59}, **between)
+    make_job(cluster={"checkpoint_s": 60}, checkpoint={"seconds": 0, "updates": 5})
+    assert error(checkpoint_s=0) == "cluster.checkpoint_s = 0: must be greater than 0"
+    assert "checkpoint_s" not in make_job().to_toml()
+
+
 @given(st.lists(EVENTS, max_size=6))
 def test_jobs_with_events_come_back_equal(events: list[dict[str, Any]]) -> None:
     job = cluster(*events)
@@ -88,7 +113,7 @@ def test_jobs_with_events_come_back_equal(events: list[dict[str, Any]]) -> None:
     assert Job.from_toml(job.to_toml()).to_toml() == job.to_toml()
 
 
-KEYS = "worker, at_s, at_iteration, change, factor"
+KEYS = "worker, at_s, at_iteration, change, factor, restart_s"
 MISTAKES = [
     # of the third event
     ({**LEAVE, "worker": 4}, ".worker = 4: must be 0 to 3 (cluster.workers = 4)"),
@@ -105,8 +130,8 @@ MISTAKES = [
         {"worker": 1, "change": "leave"},
         ".at_s: missing; must be seconds since the start of the run (or at_iteration: the worker's, from 1)",
     ),
-    ({"worker": 1, "at_s": 1}, '.change: missing; must be "slow", "recover", "leave" or "join"'),
-    ({**LEAVE, "change": "die"}, ".change = \"die\": must be 'slow', 'recover', 'leave' or 'join'"),
+    ({"worker": 1, "at_s": 1}, '.change: missing; must be "slow", "recover", "leave", "join" or "die"'),
+    ({**LEAVE, "change": "go"}, ".change = \"go\": must be 'slow', 'recover', 'leave', 'join' or 'die'"),
     ({**SLOW, "factor": 0}, ".factor = 0: must be greater than 0"),
     ({**SLOW, "factor": "x"}, '.factor = "x": must be a number'),
     (
@@ -115,6 +140,21 @@ MISTAKES = [
     ),
     ({**RECOVER, "factor": 1}, '.factor = 1: must be omitted: change = "recover" has none'),
     ({**LEAVE, "factor": 2}, '.factor = 2: must be omitted: change = "leave" has none'),
+    ({**LEAVE, "restart_s": 2}, '.restart_s = 2: must be omitted: change = "leave" has none'),
+    ({**DIE, "restart_s": -1}, ".restart_s = -1: must be at least 0"),
+    (
+        {key: value for key, value in DIE.items() if key != "restart_s"},
+        ".restart_s: missing; must be seconds from the death until the restarted ranks train",
+    ),
+    (
+        DIE,
+        '.change = "die": must come with cluster.on_death = "restart"; a worker without which the others continue has '
+        'change = "leave"',
+    ),
+    (
+        {"worker": 1, "at_iteration": 3, "change": "die", "restart_s": 2},
+        '.at_iteration = 3: must be at_s with change = "die"',
+    ),
     ({**LEAVE, "at": 2}, f".at = 2: unknown key; must be one of {KEYS}; did you mean at_s?"),
     (3, " = 3: must be a table"),
 ]
