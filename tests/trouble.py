@@ -199,6 +199,8 @@ def examined(trial: Trial, folder: Path, place: Place, *, resumes: bool) -> Foun
         time.sleep(trial.delay_s)
         moment = hit(program, trial)
         gone_s = wait(lambda: gone(program), LIMIT_S)
+        # The launcher's daemons on other hosts, which have no mark, end a moment later and remove their folders.
+        gone_s += wait(lambda: not place.segments() - memory, GONE_S - gone_s)
         if gone_s > GONE_S:
             wrong.append(f"gone after {gone_s:.1f} s, while a core was {slowness():.1f} times slower than alone")
         if moment.endswith("too late") and program.process.returncode:
