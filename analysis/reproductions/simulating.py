@@ -54,11 +54,14 @@ def _workers(processes: int) -> Iterator:
 
 def _simulate(run: tuple[Job, Path, bool]) -> None:
     from hpcsync.simulator.simulate import simulate  # in the process that simulates: it imports torch
+    from hpcsync.trace.reader import load
 
     job, folder, keep_weights = run
     for name in (layout.TRACE, layout.JOB, layout.WEIGHTS, layout.SUMMARY):  # of a run that did not come to its end
         (folder / name).unlink(missing_ok=True)
     if simulate(job, folder, Console(quiet=True)) != 0:
+        if (folder / layout.TRACE).exists() and load(folder / layout.TRACE).status == "interrupted":
+            raise KeyboardInterrupt
         raise RuntimeError(f"{folder}: the simulation has failed")
     if not keep_weights:  # hundreds of runs have many
         (folder / layout.WEIGHTS).unlink()
