@@ -4,9 +4,8 @@
 
 Eight workers train for as long as ten hours without failures take. Workers fail at random moments, on average
 `FAILURES` times an hour in all, and are back after `BACK_S`. Under `on_death = "continue"` the others go on meanwhile;
-a worker fails between two iterations. Otherwise every failure ends the run, which resumes from its last checkpoint
-after `BACK_S`, and repeats what it had done since. Such a run is the uninterrupted one, but later, so its duration
-follows from that one's (`with_restarts`).
+a worker fails between two iterations. Under `on_death = "restart"` every failure ends the run, which resumes from its
+last checkpoint after `BACK_S`, and repeats what it had done since.
 
 A worker that stalls stands still for `BACK_S` within one iteration, and then continues: nothing is lost, but whoever
 waits for it stands still, too.
@@ -46,6 +45,7 @@ CONTINUED: dict[str, dict[str, Any]] = {
     "EASGD": {"name": "easgd", "period": 4},
 }
 STALLED: dict[str, dict[str, Any]] = {**CONTINUED, "all-reduce": {"name": "allreduce"}}
+LONGEST_S = 2000 * HOUR_S  # a run that restarts may take; failures come until then
 
 
 def main(
@@ -74,7 +74,7 @@ def durations(seed: int) -> Iterator[dict[str, Any]]:
             yield row("failures", f"{name}, others continue", per_hour, took_s, undisturbed[name])
     for every_s in EVERY_S:
         for per_hour in FAILURES:
-            took_s = with_restarts(undisturbed["all-reduce"], moments(per_hour, seed), every_s)
+            took_s = simulated_s(STALLED["all-reduce"], seed, deaths(per_hour, seed), every_s)
             name = f"all-reduce, all resume, every {every_s / 60:g} min"
             yield row("failures", name, per_hour, took_s, undisturbed["all-reduce"])
     for name, paradigm in STALLED.items():
@@ -86,9 +86,15 @@ def durations(seed: int) -> Iterator[dict[str, Any]]:
 # ---- one run ----
 
 
-def simulated_s(paradigm: dict[str, Any], seed: int, events: list[dict[str, Any]]) -> float:
-    """Return the duration of a run, whose workers leave and join by these events, in seconds."""
+def simulated_s(
+    paradigm: dict[str, Any], seed: int, events: list[dict[str, Any]], every_s: float | None = None
+) -> float:
+    """Return the duration of a run with these events, in seconds.
+
+    With `every_s` it makes checkpoints, and trains for so many seconds between two of them.
+    """
     samples = int(10 * HOUR_S / ITERATION_S) * WORKERS * 32
+    restarts = {} if every_s is None else {"on_death": "restart", "checkpoint_s": CHECKPOINT_S}
     job = Job.from_table(
         {
             "name": "failures",
@@ -96,19 +102,23 @@ def simulated_s(paradigm: dict[str, Any], seed: int, events: list[dict[str, Any]
             "workload": {"name": "timing", "batch_size": 32, "parameters": 1000},
             "optimizer": {"name": "sgd", "lr": 0.1},
             "stop": {"samples": samples},
+            "checkpoint": {"seconds": (every_s or 0.0) + CHECKPOINT_S},  # from one to the next
             "paradigm": paradigm,
             "cluster": {
                 "workers": WORKERS,
                 "servers": int(paradigm["name"] != "allreduce"),
                 "compute": {"model": "lognormal", "seconds": ITERATION_S, "jitter": JITTER},
                 "events": events,
+                **restarts,
             },
         }
     )
     with tempfile.TemporaryDirectory() as folder:
         if simulate(job, Path(folder) / "run", Console(quiet=True)):
             raise SystemExit("a simulation failed")
-        return float(load(Path(folder) / "run").tables["updates"]["now_s"][-1])
+        took_s = float(load(Path(folder) / "run").tables["updates"]["now_s"][-1])
+    assert took_s < LONGEST_S
+    return took_s
 
 
 def moments(per_hour: float, seed: int) -> Iterator[float]:
@@ -137,6 +147,19 @@ def absences(per_hour: float, seed: int, until_s: float) -> list[dict[str, Any]]
     raise AssertionError
 
 
+def deaths(per_hour: float, seed: int) -> list[dict[str, Any]]:
+    """Return events by which the run restarts after `BACK_S`; while it does so no failure happens."""
+    events: list[dict[str, Any]] = []
+    now_s = 0.0
+    for gap_s in moments(per_hour, seed):
+        now_s += gap_s
+        if now_s > LONGEST_S:
+            return events
+        events.append({"worker": 0, "at_s": now_s, "change": "die", "restart_s": BACK_S})
+        now_s += BACK_S
+    raise AssertionError
+
+
 def stalls(per_hour: float, seed: int) -> list[dict[str, Any]]:
     """Return events by which one iteration of a worker now and then takes `BACK_S` longer than usual.
 
@@ -154,35 +177,6 @@ def stalls(per_hour: float, seed: int) -> list[dict[str, Any]]:
         iteration[worker] = at + 1
         changes: list[dict[str, Any]] = [{"change": "slow", "factor": 1 + BACK_S / ITERATION_S}, {"change": "recover"}]
         events += [{"worker": worker, "at_iteration": int(at) + n, **change} for n, change in enumerate(changes)]
-    raise AssertionError
-
-
-def with_restarts(work_s: float, gaps_s: Iterator[float], every_s: float) -> float:
-    """Return the duration of a run that every failure ends, and that resumes from its last checkpoint.
-
-    Parameters
-    ----------
-    work_s
-        Duration without failures and checkpoints, in seconds.
-    gaps_s
-        Seconds from the start, or from a failure, to the next failure.
-    every_s
-        Seconds of training between two checkpoints.
-
-    Notes
-    -----
-    While a run resumes no failure happens. The expectation is that of J. T. Daly, "A higher order estimate of the
-    optimum checkpoint interval for restart dumps", FGCS 22 (2006), with restarts that cannot fail.
-    """
-    done_s = took_s = 0.0
-    for gap_s in gaps_s:
-        left_s = work_s - done_s
-        n_checkpoints = max(0, int(np.ceil(left_s / every_s)) - 1)  # none at the end
-        if left_s + n_checkpoints * CHECKPOINT_S <= gap_s:
-            return took_s + left_s + n_checkpoints * CHECKPOINT_S
-        saved = min(int(gap_s // (every_s + CHECKPOINT_S)), n_checkpoints)
-        done_s += saved * every_s
-        took_s += gap_s + BACK_S
     raise AssertionError
 
 

@@ -1,38 +1,35 @@
-"""What failures cost: restarts against hand-made cases and the expectation, and absences that can happen."""
+"""What failures cost: a restart by hand, and absences and stalls that can happen."""
 
 import itertools
-import math
 
 import numpy as np
 import pytest
 
 import failures
 
-EVERY_S, COST_S, BACK_S = 600.0, failures.CHECKPOINT_S, failures.BACK_S
+ALLREDUCE, BACK_S = {"name": "allreduce"}, failures.BACK_S
 
 
-@pytest.mark.parametrize(
-    ("gaps_s", "expected_s"),
-    [
-        ([math.inf], 1800 + 2 * COST_S),  # the last of three parts needs no checkpoint
-        ([1800 + 2 * COST_S, math.inf], 1800 + 2 * COST_S),  # a failure at the end
-        ([EVERY_S + COST_S - 1, math.inf], EVERY_S + COST_S - 1 + BACK_S + 1800 + 2 * COST_S),  # nothing saved
-        ([EVERY_S + COST_S, math.inf], EVERY_S + COST_S + BACK_S + 1200 + COST_S),  # the first third saved
-        ([EVERY_S + COST_S, 100, math.inf], EVERY_S + COST_S + BACK_S + 100 + BACK_S + 1200 + COST_S),
-    ],
-)
-def test_restarts_by_hand(gaps_s: list[float], expected_s: float) -> None:
-    assert failures.with_restarts(1800.0, iter(gaps_s), EVERY_S) == pytest.approx(expected_s)
+def test_checkpoints_and_a_restart_by_hand() -> None:
+    """A checkpoint begins within one iteration after it is due, every 1800 s of training, and takes 30 s."""
+    undisturbed_s = failures.simulated_s(ALLREDUCE, 1, [])
+    saving_s = failures.simulated_s(ALLREDUCE, 1, [], 1800.0)
+    n_checkpoints = (saving_s - undisturbed_s) / failures.CHECKPOINT_S
+    assert n_checkpoints == pytest.approx(undisturbed_s // 1800)
+    death = {**failures.deaths(1.0, 1)[0], "at_s": 10_000.0}  # the last of 5 checkpoints was due at 9150 s
+    restarted_s = failures.simulated_s(ALLREDUCE, 1, [death], 1800.0)
+    lost_s = 10_000 - (9_150 + failures.CHECKPOINT_S)
+    assert restarted_s - saving_s == pytest.approx(lost_s + BACK_S, abs=1.5 * failures.ITERATION_S)
+    earlier_s = failures.simulated_s(ALLREDUCE, 1, [{**death, "at_s": 9_300.0}], 1800.0)
+    assert earlier_s < restarted_s - 600, "the control: less is lost"
 
 
-def test_the_mean_duration_is_the_expected_one() -> None:
-    """A part of training with its checkpoint takes (M + R) (exp(t / M) - 1) in the mean; failures come every M s."""
-    work_s, between_s = 200 * EVERY_S, 3600.0
-    found = [failures.with_restarts(work_s, failures.moments(3600 / between_s, seed), EVERY_S) for seed in range(400)]
-    expected_s = 200 * (between_s + BACK_S) * (math.exp((EVERY_S + COST_S) / between_s) - 1)
-    assert np.mean(found) == pytest.approx(expected_s, rel=0.02)
-    without_restart_s = 200 * between_s * (math.exp((EVERY_S + COST_S) / between_s) - 1)
-    assert np.mean(found) != pytest.approx(without_restart_s, rel=0.02), "the control"
+def test_while_a_run_restarts_it_does_not_fail() -> None:
+    events = failures.deaths(4.0, 2)
+    at_s = np.array([event["at_s"] for event in events])
+    assert len(events) == pytest.approx(2000 * 3600 / (3600 / 4 + BACK_S), rel=0.05)
+    assert np.diff(at_s).min() >= BACK_S and at_s[-1] < failures.LONGEST_S
+    assert {event["restart_s"] for event in events} == {BACK_S}
 
 
 def test_a_worker_fails_only_while_it_is_there() -> None:
@@ -52,7 +49,7 @@ def test_a_worker_fails_only_while_it_is_there() -> None:
 
 def test_without_failures_there_are_no_absences() -> None:
     assert failures.absences(0.0, 1, 1e9) == []
-    assert failures.stalls(0.0, 1) == []
+    assert failures.stalls(0.0, 1) == [] and failures.deaths(0.0, 1) == []
 
 
 def test_a_stall_is_one_iteration_that_takes_longer() -> None:
