@@ -6,13 +6,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcsync.cli import grid
+from hpcsync.config.errors import JobError
 from hpcsync.planning.candidates import BY_SPEED, RATES, Candidate
 
 if TYPE_CHECKING:
     from hpcsync.report.summary import Summary
 
 FURTHER = 2  # rates that follow for a candidate whose best one is at an end of those tried
-WITH_BATCHES = " + batches by speed"  # in labels
+BATCHES = "batches by speed"  # in labels, after a plus, as are codecs
+PLUS = " + "
 
 
 class Trained(NamedTuple):
@@ -55,16 +57,20 @@ def further(found: Mapping[Trained, Mapping[int, Summary]], n_seeds: int) -> lis
 
 def candidate(text: str) -> Candidate:
     """Return the candidate of an option `--paradigm`."""
-    batches = dict(BY_SPEED) if text.endswith(WITH_BATCHES) else {}
-    return Candidate(grid.paradigm_table(text.removesuffix(WITH_BATCHES)), batches)
+    paradigm, *added = text.split(PLUS)
+    codecs = [word for word in added if word != BATCHES]
+    if len(codecs) > 1 or added.count(BATCHES) > 1:
+        raise JobError(f"--paradigm {text}: must have {BATCHES} and a codec once at most")
+    compression = {"name": codecs[0]} if codecs else {}
+    return Candidate(grid.paradigm_table(paradigm), dict(BY_SPEED) if BATCHES in added else {}, compression)
 
 
 def label_of(candidate: Candidate) -> str:
     """Return what a candidate is called."""
-    rows = {"paradigm": candidate.paradigm, **({"batches": candidate.batches} if candidate.batches else {})}
-    words = [f"{key}={grid.in_one_line(_rounded(value))}" for key, value in rows.items()]
-    label = grid.label(words[:1])
-    return label + (WITH_BATCHES if candidate.batches else "")
+    added = [BATCHES] if candidate.batches else []
+    if candidate.compression:
+        added.append(candidate.compression["name"])
+    return PLUS.join([grid.label([f"paradigm={grid.in_one_line(_rounded(candidate.paradigm))}"]), *added])
 
 
 def _rounded(table: Mapping[str, Any]) -> dict[str, Any]:

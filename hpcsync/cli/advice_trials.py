@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import multiprocessing
 import sys
 import time
@@ -82,6 +83,8 @@ class Trials:
         table.pop("predicted", None)
         if trained.candidate.batches:
             table["batches"] = trained.candidate.batches
+        if trained.candidate.compression:
+            table["compression"] = trained.candidate.compression
         optimizer, cluster = table["optimizer"], table["cluster"]
         optimizer["lr"] = trained.factor * optimizer["lr"]
         servers = default_servers(table["paradigm"])
@@ -102,7 +105,21 @@ class Trials:
             cluster.pop("times_from", None)
             if "network" not in cluster and (links := network(self._trace, seed, cluster["workers"], servers != 0)):
                 cluster["network"] = links
+        if trained.candidate.compression:
+            table["compression"] = {**table["compression"], "gbytes_per_s": self._gbytes_per_s(table)}
         return table
+
+    def _gbytes_per_s(self, table: dict[str, Any]) -> float:
+        """Return the throughput of the job's codec, which is measured once, so that a restart continues its runs."""
+        file, codec = self._out / "codecs.json", table["compression"]["name"]
+        known: dict[str, float] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        if codec not in known:
+            from hpcsync.simulator.measured_time import encoding_gbytes_per_s
+
+            known[codec] = float(f"{encoding_gbytes_per_s(Job.from_table(table)):.3g}")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(known) + "\n", encoding="utf-8")
+        return known[codec]
 
     def _times_file(self, seed: int) -> Path:
         from hpcsync.simulator.measured_cluster import resampled, write_table

@@ -138,8 +138,8 @@ class _Adviser:
         from hpcsync.report import variants
         from hpcsync.report.advice import widened
 
-        limit_s, iteration_s = self._limit_s()
-        field = self._field(iteration_s)
+        limit_s, iteration_s, link_share = self._limit_s()
+        field = self._field(iteration_s, link_share)
         first = self._job.seed
         if self._asked.workers:
             print(f"{self._job.cluster.workers} workers", file=sys.stdout if not self._asked.as_json else sys.stderr)
@@ -169,7 +169,7 @@ class _Adviser:
         compared = variants.compare({trained.label: runs for trained, runs in last.summaries.items()})
         return self._say(widened(compared, self._wider), chosen, order, reference, last, limit_s)
 
-    def _field(self, iteration_s: float) -> list[Trained]:
+    def _field(self, iteration_s: float, link_share: float) -> list[Trained]:
         """Return the candidates that suit the job; note the others with the reason."""
         from hpcsync.core.job_validation import check
 
@@ -177,7 +177,7 @@ class _Adviser:
         if self._asked.paradigms:
             asked = [candidate(text) for text in self._asked.paradigms]
         else:
-            asked = candidates(n_workers, iteration_s)
+            asked = candidates(n_workers, iteration_s, 0.0 if self._job.compresses else link_share)
         found = []
         for each in asked:
             trained = Trained(label_of(each), each)
@@ -190,19 +190,20 @@ class _Adviser:
             raise JobError(f"advise: fewer than two candidates suit the job: {'; '.join(self._left_out.values())}")
         return found
 
-    def _limit_s(self) -> tuple[float, float]:
-        """Return the virtual time of the last trial, and the duration of a synchronous iteration.
+    def _limit_s(self) -> tuple[float, float, float]:
+        """Return the seconds of the last trial and of a synchronous iteration, and the share of its transfers.
 
-        The time is that which the reference needs for the samples after which the job stops.
+        The virtual time is that which the reference needs for the samples after which the job stops.
         """
         from hpcsync.simulator.measured_time import updates_s
 
         error: JobError | None = None
         for name in REFERENCES:
-            trained = Trained(name, Candidate({"name": name}, {}))
+            table = self._trials.table(Trained(name, Candidate({"name": name})), self._job.seed, 1e9)
             try:
-                alone = Job.from_table(self._trials.table(trained, self._job.seed, 1e9))
-                iteration_s = updates_s(alone, MEASURED_UPDATES)
+                iteration_s = updates_s(Job.from_table(table), MEASURED_UPDATES)
+                table["cluster"].pop("network", None)
+                computing_s = updates_s(Job.from_table(table), MEASURED_UPDATES)
                 break
             except JobError as refused:
                 error = refused
@@ -215,7 +216,7 @@ class _Adviser:
             limits.append(stop.samples / (self._job.workload.batch_size * self._job.cluster.workers) * iteration_s)
         if stop.updates is not None:
             limits.append(stop.updates * iteration_s)
-        return min(limits), iteration_s
+        return min(limits), iteration_s, 1 - computing_s / iteration_s if iteration_s else 0.0
 
     def _best(
         self, found: Mapping[Trained, Mapping[int, Summary]], least: int, n_seeds: int, reference: str | None

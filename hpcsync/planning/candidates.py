@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 RATES = (0.5, 1.0, 2.0)  # factors of a job's learning rate that every candidate is tried with
@@ -10,23 +10,26 @@ LOCAL_STEPS = (4, 16)
 STALENESS = (3,)
 BY_SPEED = {"policy": "equal-finish"}  # of batches
 PERIOD_ITERATIONS = 50  # of ADSP's check period (in its paper about 100)
+COMPRESSED = (("allreduce", "fp16"), ("allreduce", "powersgd"), ("bsp", "top-k"), ("asp", "top-k"))  # with codecs
+LINK_SHARE = 0.1  # of an iteration: where links take less, compression saves less than a tenth of the time
 
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A paradigm, and how batches are given out.
+    """A paradigm, how batches are given out, and how pushes are compressed.
 
     Attributes
     ----------
-    paradigm, batches
-        Tables of a job file.
+    paradigm, batches, compression
+        Tables of a job file; empty: not in it.
     """
 
     paradigm: dict[str, Any]
-    batches: dict[str, Any]
+    batches: dict[str, Any] = field(default_factory=dict)
+    compression: dict[str, Any] = field(default_factory=dict)
 
 
-def candidates(n_workers: int, iteration_s: float) -> list[Candidate]:
+def candidates(n_workers: int, iteration_s: float, link_share: float = 0.0) -> list[Candidate]:
     """Return candidates for a cluster, ordered from simple to intricate.
 
     Parameters
@@ -35,6 +38,8 @@ def candidates(n_workers: int, iteration_s: float) -> list[Candidate]:
         Number of workers, at least 2.
     iteration_s
         Duration of a synchronous iteration in seconds, of which ADSP's period is a multiple.
+    link_share
+        Share of it that its transfers take. From `LINK_SHARE` on, compressed ones are candidates too.
     """
     some = sorted({max(1, n_workers // 2), n_workers - 1})  # k, fewer than all
     paradigms: list[dict[str, Any]] = [
@@ -56,9 +61,10 @@ def candidates(n_workers: int, iteration_s: float) -> list[Candidate]:
         {"name": "adsp", "check_period_s": PERIOD_ITERATIONS * iteration_s},
         {"name": "ashl"},
     ]
-    found = [Candidate(paradigm, {}) for paradigm in paradigms]
+    found = [Candidate(paradigm) for paradigm in paradigms]
     by_speed = [Candidate({"name": name}, dict(BY_SPEED)) for name in ("allreduce", "bsp")]
-    return [*found[:2], *by_speed, *found[2:]]
+    compressed = [Candidate({"name": name}, compression={"name": codec}) for name, codec in COMPRESSED]
+    return [*found[:2], *by_speed, *found[2:], *(compressed if link_share >= LINK_SHARE else [])]
 
 
 def kept(merits: list[tuple[float, ...]], least: int) -> list[int]:

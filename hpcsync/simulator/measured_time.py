@@ -1,15 +1,22 @@
-"""How long updates take in virtual time, without arithmetic."""
+"""How long updates take in virtual time, without arithmetic, and how fast this machine compresses."""
 
 from __future__ import annotations
 
+import time
 import tomllib
 from typing import Any
+
+import torch
 
 from hpcsync.config.job import Job, Script
 from hpcsync.core.coordinator import Recorder
 from hpcsync.core.job_validation import check
 from hpcsync.core.stanza_resolution import resolved
 from hpcsync.simulator.simulate import prepare
+from hpcsync.training import compressor
+from hpcsync.training.flat_model import trainable
+
+REPEATS = 5  # of a compression, the fastest of which counts
 
 
 class _Times(Recorder):
@@ -41,3 +48,22 @@ def updates_s(job: Job, n_updates: int) -> float:
     trace = _Times()
     prepare(resolved(timed, workload), workload)(trace, lambda now_s, coordinator: None).run()
     return trace.now_s / trace.version
+
+
+def encoding_gbytes_per_s(job: Job) -> float:
+    """Return the throughput of a job's codec on one core of this machine, in 10^9 bytes of the vector per second.
+
+    Raises
+    ------
+    JobError
+        If the job cannot be compressed.
+    """
+    compression = compressor.of_job(job, trainable(check(job).model))
+    assert compression is not None
+    encoder, vector = compression.compressor(0), torch.randn(compression.whole.stop, dtype=compression.dtype)
+    shortest_s = float("inf")
+    for _ in range(REPEATS):
+        begin_s = time.perf_counter()
+        encoder.encode(vector, [compression.whole])
+        shortest_s = min(shortest_s, time.perf_counter() - begin_s)
+    return vector.nbytes / 1e9 / shortest_s

@@ -63,6 +63,8 @@ class Compression:
 
     Attributes
     ----------
+    dtype
+        Type of the flat vector.
     whole
         The slice of the whole flat vector.
     averages
@@ -72,7 +74,7 @@ class Compression:
     def __init__(self, job: Job, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> None:
         assert not isinstance(job.compression, DenseOptions)
         self._name, self._options = job.compression.name, job.compression.options
-        self._layout, self._dtype = TensorLayout(shapes), dtype
+        self._layout, self.dtype = TensorLayout(shapes), dtype
         self._seed = job.seed
         self._decoder = self._create(seed=0)
         self.whole = slice(0, self._layout.size)
@@ -89,12 +91,12 @@ class Compression:
 
     def slot_size(self, shard: slice) -> int:
         """Return the number of elements that hold any payload of the shard."""
-        return -(-self._decoder.capacity(shard.start, shard.stop) // self._dtype.itemsize)
+        return -(-self._decoder.capacity(shard.start, shard.stop) // self.dtype.itemsize)
 
     def nominal_bytes(self, shard: slice, ratio: float = math.nan) -> int:
         """Return the usual size of the shard's payload in bytes."""
         n_bytes = self._decoder.nominal_bytes(shard.start, shard.stop, ratio)
-        return n_bytes + -n_bytes % self._dtype.itemsize
+        return n_bytes + -n_bytes % self.dtype.itemsize
 
     def decode(self, payload: torch.Tensor, into: torch.Tensor, shard: slice) -> None:
         """Decode a payload into a shard, shape (stop - start,). Bytes after the payload are ignored."""
@@ -112,7 +114,7 @@ class Compression:
         into.div_(len(payloads))
 
     def _create(self, seed: int) -> Codec:
-        return compression.create(self._name, self._layout, _numpy_dtype(self._dtype), seed=seed, **self._options)
+        return compression.create(self._name, self._layout, _numpy_dtype(self.dtype), seed=seed, **self._options)
 
 
 def of_job(job: Job, parameters: Sequence[torch.nn.Parameter], dtype: torch.dtype | None = None) -> Compression | None:

@@ -18,6 +18,7 @@ from hpcsync.cli.advice_candidates import FURTHER
 from hpcsync.cli.advise import Asked, main, worker_counts
 from hpcsync.config import job as jobs
 from hpcsync.config.errors import JobError
+from hpcsync.planning.candidates import candidates
 from hpcsync.report.advice import prediction
 from hpcsync.report.summary import beside_prediction, summarize
 from hpcsync.run_dir import layout
@@ -241,6 +242,30 @@ def test_a_candidate_with_batches_by_speed_can_be_asked_for(job, tmp_path):
     assert main(job, Asked(paradigms=("bsp", "bsp + batches by speed"), out=tmp_path / "out")) == 0
     simulated = tmp_path / "out" / "trial-1" / "bsp---batches-by-speed-lr-x1" / "seed-1005" / "job.toml"
     assert jobs.load(simulated).batches.policy == "equal-finish"
+
+
+def test_over_slow_links_compressed_pushes_are_tried(job, tmp_path, monkeypatch):
+    """With the throughput of the codec on this machine, measured once; without links there are none of them."""
+    shares = []
+
+    def few(n_workers, iteration_s, link_share):
+        shares.append(link_share)
+        return [each for each in candidates(n_workers, iteration_s, link_share) if each.paradigm["name"] == "bsp"]
+
+    monkeypatch.setattr(advise, "candidates", few)
+    out, slow = tmp_path / "out", Asked(overrides=["cluster.network={bandwidth_gbit = 1e-5}"], out=tmp_path / "out")
+    assert main(job, slow) == 0
+    assert 0.1 < shares[0] < 1
+    labels = [row["label"] for row in advised(out)["trials"][0]["candidates"]]
+    assert labels == ["bsp", "bsp + batches by speed", "bsp + top-k"]
+    first = jobs.load(out / "trial-1" / "bsp---top-k-lr-x1" / "seed-1005" / "job.toml").compression
+    assert first.name == "top-k" and first.gbytes_per_s == json.loads((out / "codecs.json").read_text())["top-k"] > 0
+    simulated = Inline.n
+    assert main(job, slow) == 0
+    assert Inline.n == simulated, "a restart has the same jobs"
+    assert main(job, Asked(out=tmp_path / "without")) == 0
+    assert shares[-1] == 0
+    assert len(advised(tmp_path / "without")["trials"][0]["candidates"]) == 2
 
 
 def test_candidates_that_do_not_suit_the_job_are_named_with_the_reason(job, tmp_path, capsys):

@@ -2,26 +2,28 @@
 
 import pytest
 
-from hpcsync.cli.advice_candidates import label_of
+from hpcsync.cli.advice_candidates import candidate, label_of
+from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job, default_servers
 from hpcsync.paradigms import OPTIONS
-from hpcsync.planning.candidates import candidates, kept
+from hpcsync.planning.candidates import COMPRESSED, candidates, kept
 
 
 @pytest.mark.parametrize("workers", [2, 3, 5, 64])
 def test_every_candidate_is_a_job_of_its_own(workers):
     labels = []
-    for candidate in candidates(workers, 0.1):
+    for each in candidates(workers, 0.1, link_share=1.0):
         table = {
             "name": "x",
             "workload": {"name": "linear"},
             "optimizer": {"name": "sgd", "lr": 0.1},
             "stop": {"seconds": 1000.0},
-            "paradigm": candidate.paradigm,
-            "cluster": {"workers": workers, "servers": default_servers(candidate.paradigm)},
+            "paradigm": each.paradigm,
+            "cluster": {"workers": workers, "servers": default_servers(each.paradigm)},
         }
-        Job.from_table(table | ({"batches": candidate.batches} if candidate.batches else {}))
-        labels.append(label_of(candidate))
+        added = {"batches": each.batches, "compression": each.compression}
+        Job.from_table(table | {key: given for key, given in added.items() if given})
+        labels.append(label_of(each))
     assert len(set(labels)) == len(labels) >= 18
     assert labels[:2] == ["allreduce", "bsp"]
 
@@ -30,6 +32,24 @@ def test_every_paradigm_but_layer_separation_is_a_candidate():
     assert {each.paradigm["name"] for each in candidates(4, 0.1)} >= {
         *OPTIONS.keys() - {"stanza", "k-batch-sync", "k-async"}
     }
+
+
+def test_pushes_are_compressed_where_links_take_long_enough():
+    n_compressed = {
+        share: sum(bool(each.compression) for each in candidates(4, 0.1, share)) for share in (0.0, 0.09, 0.1, 0.9)
+    }
+    assert n_compressed == {0.0: 0, 0.09: 0, 0.1: len(COMPRESSED), 0.9: len(COMPRESSED)}
+
+
+def test_a_label_is_the_option_that_asks_for_the_candidate():
+    for each in candidates(4, 0.1, link_share=1.0):
+        if len(each.paradigm) == 1:
+            again = candidate(label_of(each))
+            assert (again.paradigm, again.batches, again.compression) == (each.paradigm, each.batches, each.compression)
+    both = candidate("bsp + batches by speed + top-k")
+    assert both.batches and both.compression == {"name": "top-k"}
+    with pytest.raises(JobError, match="must have batches by speed and a codec once at most"):
+        candidate("bsp + top-k + fp16")
 
 
 def test_the_best_third_is_kept_and_at_least_so_many():
