@@ -281,7 +281,9 @@ class SyncSwitchOptions(ParadigmOptions):
     def _check_options(self) -> None:
         then = self.then
         single = then.has_servers and then.contribution == "gradient" and then.k_at_first(1) is None
-        if not single or then.counts_workers or then.merges:
+        if then.merges:
+            raise OptionError("paradigm.then.merge", True, "must be false, since each gradient is an update")
+        if not single or then.counts_workers:
             raise OptionError(
                 "paradigm.then.name",
                 then.name,

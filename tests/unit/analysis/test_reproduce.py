@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from types import SimpleNamespace
 
 import matplotlib
 import numpy as np
@@ -11,6 +12,7 @@ from rich.console import Console
 from scipy import stats
 
 from hpcsync.config.job import Job
+from hpcsync.run_dir import layout
 from reproductions import dssp, dssp_map, dssp_map_real, tuning
 from reproductions.claims import Claim, apart, judged, largest, of, points, ratio, settled_s
 from reproductions.simulating import finished, simulate_all
@@ -268,6 +270,19 @@ def test_a_second_call_simulates_nothing_and_says_the_same(tmp_path, monkeypatch
     pd.testing.assert_frame_equal(first, second)
     assert {"dssp-error.png", "dssp-times.svg", "claims.csv", "results.csv"} <= {p.name for p in tmp_path.iterdir()}
     assert set(pd.read_csv(tmp_path / "results.csv")["paradigm"]) == {"BSP", "SSP 3", "DSSP"}
+
+
+@pytest.mark.parametrize(("status", "expected"), [("interrupted", KeyboardInterrupt), ("failed", RuntimeError)])
+def test_an_interrupted_simulation_is_told_from_one_that_failed(tmp_path, monkeypatch, status, expected):
+    def ends(job, folder, console):
+        folder.mkdir()
+        (folder / layout.TRACE).touch()
+        return 1
+
+    monkeypatch.setattr("hpcsync.simulator.simulate.simulate", ends)
+    monkeypatch.setattr("hpcsync.trace.reader.load", lambda path: SimpleNamespace(status=status))
+    with pytest.raises(expected):
+        simulate_all({"run": next(iter(dssp.jobs(1).values()))}, tmp_path, 1, Console(quiet=True))
 
 
 def test_a_changed_or_unfinished_run_is_simulated_again(tmp_path):

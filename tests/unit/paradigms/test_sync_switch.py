@@ -289,6 +289,10 @@ def test_the_second_paradigm_is_a_table_of_its_own():
         ({"then": {"name": "easgd"}}, 'paradigm.then.name = "easgd"'),
         ({"then": {"name": "gossip", "mode": "pull"}}, 'paradigm.then.name = "gossip"'),
         ({"then": {"name": "sync-switch"}}, 'paradigm.then.name = "sync-switch": must be one of bsp, asp'),
+        (
+            {"then": {"name": "ssp", "staleness": 1, "merge": True}},
+            "paradigm.then.merge = true: must be false, since each",
+        ),
         ({"then": {"name": "ssp"}}, "staleness"),
         ({"then": {"name": "ssp", "staleness": -1}}, "staleness = -1: must be a whole number of at least 0"),
         ({"share": 0}, "paradigm.share = 0: must be"),
