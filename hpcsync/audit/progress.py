@@ -107,9 +107,13 @@ def times_add_up(recount: Recount) -> Check:
 
 
 def _resumed(recount: Recount, own: Rows) -> Rows:
-    """Return between which pushes of the same worker the run resumed, bool of shape (n_pushes - 1,)."""
-    start = np.searchsorted(recount.trace.tables["starts"]["seq"], own["seq"])
-    return start[1:] != start[:-1]
+    """Return between which pushes of the same worker the run resumed, bool of shape (n_pushes - 1,).
+
+    A push that was held back for the checkpoint was measured before the resume, and handled after it.
+    """
+    starts = recount.trace.tables["starts"]
+    handled, measured = np.searchsorted(starts["seq"], own["seq"]), np.searchsorted(starts["now_s"], own["begin_s"])
+    return (handled[1:] != handled[:-1]) | (measured[1:] != measured[:-1])
 
 
 def _clock_error_s(recount: Recount, pushes: Rows) -> Rows:

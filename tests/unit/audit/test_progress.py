@@ -86,10 +86,13 @@ def test_a_worker_that_reads_before_its_grant(trace):
     assert failing(with_rows(early, "clocks", clock)) == {TIMES}, "the clock of another worker"
 
 
-def test_times_are_not_compared_across_a_resume(trace):
+@pytest.mark.parametrize("held_back", [False, True])
+def test_times_are_not_compared_across_a_resume(trace, held_back):
+    """After it workers' clocks differ from before; a push that was held back is handled later than it was measured."""
     rows = trace.tables["pushes"].copy()
     row = 12
-    later = rows["seq"] >= rows["seq"][row]
+    resumed_s, seq = rows["end_s"][row] + 1e-3 if held_back else 0.0, rows["seq"][row] - 1
+    later = rows["begin_s"] > resumed_s if held_back else rows["seq"] > seq
     for column in ("begin_s", "end_s"):
         rows[column][later] -= 1e-3
     moved = with_rows(trace, "pushes", rows)
@@ -99,7 +102,7 @@ def test_times_are_not_compared_across_a_resume(trace):
     moved = with_rows(moved, "clocks", clock)
     assert failing(moved) == {TIMES}
     start = np.zeros(2, trace.tables["starts"].dtype)
-    start["start"], start["seq"] = (0, 1), (0, rows["seq"][row] - 1)
+    start["start"], start["seq"], start["now_s"] = (0, 1), (0, seq), (0.0, resumed_s)
     assert failing(with_rows(moved, "starts", start)) == set()
 
 
