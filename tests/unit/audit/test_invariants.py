@@ -30,6 +30,7 @@ LEAD = "gap_iters equals the recount"
 LEAVING = "no worker acts after it leaves"
 END = "stop grants end the run"
 SLOWEST = "the slowest worker is never blocked"
+SINGLE = "an update is of one push"
 WEIGHTS = "weights follow from batch sizes"
 START_LEAD = "start lead is at most 2"
 
@@ -248,7 +249,7 @@ def test_a_wrong_version_number(ssp):
 def test_a_dropped_push_called_applied(ssp):
     row = np.flatnonzero(ssp.tables["pushes"]["outcome"])[-1]
     names = failing(edit(ssp, "pushes", row, outcome=0))
-    assert {UPDATES, END} <= names <= {UPDATES, END, REPLAY_UPDATES, STALENESS}
+    assert {UPDATES, END} <= names <= {UPDATES, END, REPLAY_UPDATES, STALENESS, SINGLE}
 
 
 # ---- samples, evaluations, waiting -----------------------------------------------------------------------------------
