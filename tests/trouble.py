@@ -43,6 +43,7 @@ LIMIT_S = 120.0  # for a step to come, for a trial to end by itself, and for a r
 LATEST_S = 1.5  # after a step has begun
 MEMORY = Path("/dev/shm")
 TOPOLOGY = "hydra_hwloc_xmlfile_*"  # in /tmp, of MPICH's launcher
+DAEMON = "prted."  # folder on another host, of Open MPI's daemon, which seldom leaves it if its launcher is killed
 PYTHON_STARTS = "Fatal Python error: init_import_site"  # Ctrl-C before a line of hpcsync has run
 OWN_MEMORY = "HPCSYNC_TROUBLE"
 
@@ -200,7 +201,7 @@ def examined(trial: Trial, folder: Path, place: Place, *, resumes: bool) -> Foun
         moment = hit(program, trial)
         gone_s = wait(lambda: gone(program), LIMIT_S)
         # The launcher's daemons on other hosts, which have no mark, end a moment later and remove their folders.
-        gone_s += wait(lambda: not place.segments() - memory, GONE_S - gone_s)
+        wait(lambda: not place.segments() - memory, GONE_S - gone_s)
         if gone_s > GONE_S:
             wrong.append(f"gone after {gone_s:.1f} s, while a core was {slowness():.1f} times slower than alone")
         if moment.endswith("too late") and program.process.returncode:
@@ -213,8 +214,11 @@ def examined(trial: Trial, folder: Path, place: Place, *, resumes: bool) -> Foun
     status = program.status
     if names := sorted(p.name for p in temporary.iterdir()):
         wrong.append(f"temporary: {names}")
-    if names := sorted(str(segment) for segment in place.segments() - memory):
-        wrong.append(f"segments: {names}")
+    segments = {segment for segment in place.segments() - memory if not segment.name.startswith(DAEMON)}
+    if segments:
+        wrong.append(f"segments: {sorted(map(str, segments))}")
+    elif place.segments() - memory:
+        moment += ", leaving a folder of Open MPI's daemon"
     # While another launch lives, its files cannot be told from this one's, and `hpcsync run` leaves them.
     names = sorted(str(path) for path in set(Path("/tmp").glob(TOPOLOGY)) - topologies)
     if names and not beside:

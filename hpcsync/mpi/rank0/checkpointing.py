@@ -77,9 +77,14 @@ class Checkpointer:
         self._asked, self.suspending = True, suspending
 
     def hold_if_due(self, now_s: float, version: int) -> None:
-        """Start deferring push infos if a checkpoint is due."""
+        """Start deferring push infos if a checkpoint is due.
+
+        Those that the last one deferred are handled before, unless it was abandoned: else a run whose checkpoints take
+        longer than from one to the next would make nothing else.
+        """
         since_s, since_version = self._last
-        if self._asked or self._settings.due(now_s - since_s, version - since_version):
+        is_due = self._settings.due(now_s - since_s, version - since_version)
+        if self._asked or (is_due and not any(record[0] in _DEFERRED for record in self.unheard)):
             self.holding, self._asked, self._last = True, False, (now_s, version)
 
     def keeps_back(self, record: Record) -> bool:

@@ -266,6 +266,17 @@ def test_a_run_resumes_from_a_checkpoint_of_an_older_format(comm, only, folder, 
     comm.Barrier()
 
 
+@pytest.mark.once
+def test_a_run_whose_checkpoints_are_always_due_makes_its_updates(comm, only, folder):
+    only(3)
+    on_some(comm, job("bsp", 2, checkpoint={"seconds": 1e-6, "keep": 2}), folder)
+    if comm.rank == 0:
+        trace = load(folder / "trace.h5")
+        assert len(trace.tables["updates"]) == UPDATES and not failures(trace)
+        assert checkpoint.number_of(checkpoint.newest(folder)) > UPDATES / 2
+    comm.Barrier()
+
+
 # ---- runs that cannot be resumed ----
 
 

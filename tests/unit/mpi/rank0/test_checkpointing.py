@@ -23,6 +23,20 @@ def test_a_death_before_saving_continues_the_run_and_requests_another_checkpoint
     assert saver.holding, "soon, and not ten seconds later"
 
 
+def test_what_a_checkpoint_deferred_is_handled_before_the_next(tmp_path):
+    """Else checkpoints that take longer than from one to the next would follow each other without an update."""
+    saver = make_saver(tmp_path)
+    saver.hold_if_due(11.0, 5)
+    assert saver.keeps_back((InfoKind.PUSHED, 0))
+    saver.begin([])
+    assert saver.commit_if_complete()
+    saver.hold_if_due(30.0, 5)
+    assert not saver.holding
+    saver.unheard.popleft()
+    saver.hold_if_due(30.1, 5)
+    assert saver.holding
+
+
 def test_a_death_while_saving_abandons_this_checkpoint_only(tmp_path):
     saver = make_saver(tmp_path)
     saver.hold_if_due(11.0, 5)
