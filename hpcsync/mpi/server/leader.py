@@ -159,13 +159,17 @@ class Leader:
         self._evaluate_if_due(now_s)
 
     def _next_info(self, now_s: float) -> tuple[Any, ...] | None:
-        """Return the next push info to handle now, if any."""
-        saver, record = self._saver, self._infos.poll()
+        """Return the next push info to handle now, if any.
+
+        Those that a checkpoint deferred come first; later ones remain in the mailbox meanwhile.
+        """
+        saver = self._saver
         if saver is None:
-            return record
+            return self._infos.poll()
         if not (saver.holding or self._coordinator.stopping or self._newly_dead()):
             saver.hold_if_due(now_s, self._coordinator.version)
         if saver.holding:
+            record = self._infos.poll()
             if record is not None and record[0] == messages.InfoKind.SAVED:
                 saver.saved(record[1])
             elif record is not None and not saver.keeps_back(record):
@@ -174,11 +178,7 @@ class Leader:
                 self._command([CommandRecord(messages.CommandKind.ARRIVED, to(record[1]))])
             self._save(saver)
             return None
-        if saver.unheard:
-            if record is not None:
-                saver.unheard.append(record)
-            return saver.unheard.popleft()
-        return record
+        return saver.unheard.popleft() if saver.unheard else self._infos.poll()
 
     def _lend_slots(self, wanted: Inbox) -> bool:
         """Lend slots to workers that wait for them; return whether there were any."""

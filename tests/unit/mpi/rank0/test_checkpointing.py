@@ -1,9 +1,12 @@
-"""Checkpoints on rank 0 when a rank dies; the rest is tested on real ranks."""
+"""Checkpoints on rank 0 when a rank dies or the server is busy; the rest is tested on real ranks."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from hpcsync.config.checkpoint import Checkpoint
 from hpcsync.mpi.rank0.checkpointing import Checkpointer
+from hpcsync.mpi.server.leader import Leader
 from hpcsync.mpi.transport.messages import InfoKind
 from hpcsync.run_dir.checkpoint import RUN, Checkpoints, newest
 from tests.unit.run_states import run_state
@@ -35,6 +38,23 @@ def test_what_a_checkpoint_deferred_is_handled_before_the_next(tmp_path):
     saver.unheard.popleft()
     saver.hold_if_due(30.1, 5)
     assert saver.holding
+
+
+def test_checkpoints_are_made_however_busy_the_server_is(tmp_path):
+    """What comes while deferred push infos are handled remains in the mailbox, else there would always be some."""
+    saver = make_saver(tmp_path)
+    leader: Any = SimpleNamespace(
+        _saver=saver,
+        _infos=SimpleNamespace(poll=lambda: (InfoKind.PUSHED, 1)),
+        _coordinator=SimpleNamespace(stopping=False, version=5),
+        _link=SimpleNamespace(lends=False),
+        _newly_dead=list,
+        _save=lambda saver: None,
+    )
+    saver.unheard.append((InfoKind.PUSHED, 0))
+    assert Leader._next_info(leader, 11.0) == (InfoKind.PUSHED, 0) and not saver.holding
+    assert Leader._next_info(leader, 11.1) is None and saver.holding
+    assert list(saver.unheard) == [(InfoKind.PUSHED, 1)]
 
 
 def test_a_death_while_saving_abandons_this_checkpoint_only(tmp_path):
