@@ -112,7 +112,8 @@ def _resumed(recount: Recount, own: Rows) -> Rows:
     A push that was held back for the checkpoint was measured before the resume, and handled after it.
     """
     starts = recount.trace.tables["starts"]
-    handled, measured = np.searchsorted(starts["seq"], own["seq"]), np.searchsorted(starts["now_s"], own["begin_s"])
+    handled = np.searchsorted(starts["seq"], own["seq"])
+    measured = np.searchsorted(starts["now_s"], own["begin_s"], side="right")  # it may begin at 0 s, as the run
     return (handled[1:] != handled[:-1]) | (measured[1:] != measured[:-1])
 
 
