@@ -43,7 +43,8 @@ class SSP(Paradigm):
     Notes
     -----
     The actions that answer a push are the update, the grant of the pushing worker, then the grants of the workers that
-    it releases: least advanced first, ties in worker order. The push of a blocked worker releases nobody.
+    it releases: least advanced first, ties in worker order. The push of a blocked worker releases nobody. With `merge`
+    a worker that a departure releases does not read its own last push, which is applied with the next one.
     """
 
     name = "ssp"

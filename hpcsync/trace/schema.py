@@ -27,10 +27,8 @@ import numpy as np
 
 from hpcsync.paradigms.records import Column, Grant, Problem, PushInfo, StepInfo, columns
 
-if (
-    TYPE_CHECKING
-):  # mypy tries all overloads of ndarray's operators where it does not know the type: minutes for them all
-    Rows = Any
+if TYPE_CHECKING:
+    Rows = Any  # of ndarrays of unknown type mypy tries all overloads of every operator, which takes minutes
 else:
     Rows = np.ndarray  # rows of a table, or of one of its columns
 
