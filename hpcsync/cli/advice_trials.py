@@ -105,7 +105,7 @@ class Trials:
             cluster.pop("times_from", None)
             if "network" not in cluster and (links := network(self._trace, seed, cluster["workers"], servers != 0)):
                 cluster["network"] = links
-        if trained.candidate.compression:
+        if trained.candidate.compression.get("name", "none") != "none":
             table["compression"] = {**table["compression"], "gbytes_per_s": self._gbytes_per_s(table)}
         return table
 

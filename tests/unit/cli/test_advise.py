@@ -268,6 +268,16 @@ def test_over_slow_links_compressed_pushes_are_tried(job, tmp_path, monkeypatch)
     assert len(advised(tmp_path / "without")["trials"][0]["candidates"]) == 2
 
 
+def test_a_candidate_of_a_job_that_compresses_may_be_uncompressed(job, tmp_path):
+    asked = Asked(paradigms=("bsp", "bsp + none"), overrides=["compression={name = 'fp16'}"], out=tmp_path / "out")
+    assert main(job, asked) == 0
+    names = {
+        row["label"]: jobs.load(tmp_path / "out" / row["folder"] / "seed-1005" / "job.toml").compression.name
+        for row in advised(tmp_path / "out")["trials"][0]["candidates"]
+    }
+    assert names == {"bsp": "fp16", "bsp + none": "none"}
+
+
 def test_candidates_that_do_not_suit_the_job_are_named_with_the_reason(job, tmp_path, capsys):
     three = ("bsp", "asp", "{name = 'k-sync', k = 4}")
     assert main(job, Asked(paradigms=three, out=tmp_path / "out")) == 0
