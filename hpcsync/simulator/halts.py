@@ -28,11 +28,13 @@ class Halts:
     ----------
     asked
         True from the moment at which workers are asked to halt until they continue.
+    has_saved
+        True if they have halted for a checkpoint latest, and no rank died meanwhile.
     """
 
     def __init__(self, job: Job, trace: Recorder) -> None:
         cluster = job.cluster
-        self.asked = False
+        self.asked = self.has_saved = False
         self._settings, self._checkpoint_s = job.checkpoint, cluster.checkpoint_s or 0.0
         self._deaths = deque(sorted((e.at_s or 0.0, e.restart_s or 0.0) for e in cluster.events if e.change == "die"))
         self._trace, self._n_ranks, self._n_starts = trace, cluster.ranks, 0
@@ -83,6 +85,7 @@ class Halts:
                 resumed_s = died_s + restart_s
                 end_s = resumed_s + (now_s - saved_s)
                 self._record_start(resumed_s, seq)
+        self.has_saved = self._saves and resumed_s == -math.inf
         if resumed_s > -math.inf:
             self._saved = self._last = (resumed_s, saved_version)
         elif self._saves:

@@ -104,6 +104,7 @@ class ServerSimulation(Simulation):
         self._numerics = (NoNumerics if workload.loss is None else Numerics)(job, workload)
         self._n_pushes = 0
         self._due: Elapsed | None = None  # scheduled latest
+        self._deferred: set[int] = set()  # workers whose messages a checkpoint kept back, until they are handled
 
     def run(self) -> None:
         """Run as any simulation, and record the contributions that no update uses, however the run ends."""
@@ -331,10 +332,18 @@ class ServerSimulation(Simulation):
 
     def _keeps_back(self, worker: int, handle: Callable[[int, float], None], time_s: float) -> bool:
         """Keep a worker's message back if workers are to halt, as real servers do; return whether it was kept back."""
+        if self._deferred:  # they are handled before the next checkpoint
+            self._deferred.discard(worker)
+            return False
         if not self._must_halt():
             return False
         self._halt(worker, handle, worker, time_s)
         return True
+
+    def _end_halt(self) -> None:
+        assert self._halts is not None
+        self._deferred = self._halted.copy() if self._halts.has_saved else set()
+        super()._end_halt()
 
     def _check_periodically(self) -> None:
         """Check the coordinator's invariants.

@@ -99,6 +99,15 @@ def test_checkpoints_come_after_so_many_updates(tmp_path: Path) -> None:
     assert np.diff(trace.tables["updates"]["now_s"]).tolist() == [6.0 if n % 30 == 0 else 1.0 for n in range(1, 100)]
 
 
+@pytest.mark.parametrize("paradigm", [*IN_STEP, {"name": "asp"}], ids=names)
+def test_no_checkpoint_follows_another_without_an_iteration(paradigm: dict[str, Any], tmp_path: Path) -> None:
+    """One is always due when an iteration ends. Servers make it before the last update, too."""
+    tables = {"paradigm": paradigm, "stop": iterations(paradigm, 20), "checkpoint": {"seconds": 0.6}}
+    trace = simulate(timing_job(**tables, cluster={"checkpoint_s": 0.1}), tmp_path / "trace.h5")
+    n_checkpoints = 20 if trace.job.has_servers else 19
+    assert ended_s(trace) == pytest.approx(20 + n_checkpoints * 0.1) and failed(trace) == []
+
+
 def test_asynchronous_workers_wait_for_the_slowest_and_for_the_disk(tmp_path: Path) -> None:
     """At 10 s workers of 1 s halt, the one of 4 s at 12 s."""
     tables = {"paradigm": {"name": "asp"}, "stop": {"seconds": 20.0}, "checkpoint": {"seconds": 10.0}}
