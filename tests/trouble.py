@@ -43,7 +43,7 @@ LIMIT_S = 120.0  # for a step to come, for a trial to end by itself, and for a r
 LATEST_S = 1.5  # after a step has begun
 MEMORY = Path("/dev/shm")
 TOPOLOGY = "hydra_hwloc_xmlfile_*"  # in /tmp, of MPICH's launcher
-DAEMON = "prted."  # folder on another host, of Open MPI's daemon, which seldom leaves it if its launcher is killed
+DAEMON = "prted."  # folder on another host: an Open MPI daemon whose launcher was killed does not always remove it
 PYTHON_STARTS = "Fatal Python error: init_import_site"  # Ctrl-C before a line of hpcsync has run
 OWN_MEMORY = "HPCSYNC_TROUBLE"
 
@@ -214,11 +214,11 @@ def examined(trial: Trial, folder: Path, place: Place, *, resumes: bool) -> Foun
     status = program.status
     if names := sorted(p.name for p in temporary.iterdir()):
         wrong.append(f"temporary: {names}")
-    segments = {segment for segment in place.segments() - memory if not segment.name.startswith(DAEMON)}
-    if segments:
-        wrong.append(f"segments: {sorted(map(str, segments))}")
-    elif place.segments() - memory:
+    segments = place.segments() - memory
+    if trial.signum == signal.SIGKILL and segments and all(found.name.startswith(DAEMON) for found in segments):
         moment += ", leaving a folder of Open MPI's daemon"
+    elif segments:
+        wrong.append(f"segments: {sorted(map(str, segments))}")
     # While another launch lives, its files cannot be told from this one's, and `hpcsync run` leaves them.
     names = sorted(str(path) for path in set(Path("/tmp").glob(TOPOLOGY)) - topologies)
     if names and not beside:

@@ -73,6 +73,7 @@ class Trials:
         self._until_s = until_s
         self._keeps_scale = keeps_scale
         self.n_simulated = 0
+        self._workload = json.dumps(tomllib.loads(job.to_toml())["workload"], sort_keys=True)
 
     def table(self, trained: Trained, seed: int, limit_s: float) -> dict[str, Any]:
         """Return the table of the job that trains a candidate with this seed, at most for so many virtual seconds."""
@@ -111,7 +112,7 @@ class Trials:
 
     def _gbytes_per_s(self, table: dict[str, Any]) -> float:
         """Return the throughput of the job's codec, which is measured once, so that a restart continues its runs."""
-        file, codec = self._out / "codecs.json", table["compression"]["name"]
+        file, codec = self._out / "codecs.json", f"{table['compression']['name']} of {self._workload}"
         known: dict[str, float] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         if codec not in known:
             from hpcsync.simulator.measured_time import encoding_gbytes_per_s

@@ -202,7 +202,7 @@ class _Adviser:
             table = self._trials.table(Trained(name, Candidate({"name": name})), self._job.seed, 1e9)
             try:
                 iteration_s = updates_s(Job.from_table(table), MEASURED_UPDATES)
-                table["cluster"].pop("network", None)
+                table["cluster"].pop("network", None)  # what remains is computing
                 computing_s = updates_s(Job.from_table(table), MEASURED_UPDATES)
                 break
             except JobError as refused:

@@ -187,7 +187,7 @@ def _event(event: ClusterEvent) -> str:
         case "join":
             return f"worker {event.worker} joins at {when}"
         case "die":
-            return f"worker {event.worker} dies at {when}; all train again {event.restart_s:g} s later"
+            return f"worker {event.worker} dies at {when}; all restart from a checkpoint {event.restart_s:g} s later"
 
 
 def _ranks(role: str, first: int, n: int) -> str:

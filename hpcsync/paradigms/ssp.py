@@ -43,8 +43,8 @@ class SSP(Paradigm):
     Notes
     -----
     The actions that answer a push are the update, the grant of the pushing worker, then the grants of the workers that
-    it releases: least advanced first, ties in worker order. The push of a blocked worker releases nobody. With `merge`
-    a worker that a departure releases does not read its own last push, which is applied with the next one.
+    it releases: least advanced first, ties in worker order. The push of a blocked worker releases no worker. With
+    `merge` a worker that a departure releases does not read its own last push, which is applied with the next one.
     """
 
     name = "ssp"
@@ -66,8 +66,8 @@ class SSP(Paradigm):
     def _pushed(self, event: PushInfo) -> list[Action]:
         worker = event.worker
         answer = [*self._answer(worker), *self._gate.release(self._grant)]
-        # Ambiguity m of DSSP: the papers leave open whether pushes that meet at the server are merged. Each push is
-        # applied on arrival and counts as one update, or, with `merge`, those that wait there and the next one do.
+        # Ambiguity m of DSSP: its paper says that pushes which arrive at the same time are aggregated, but not which
+        # do. Each push is applied on arrival, as one update, or, with `merge`, those that wait there and the next one.
         if self.merge and worker in self._blocked_since_s:
             return [Accumulate(worker), *answer]
         return [Apply((worker,)), *answer]

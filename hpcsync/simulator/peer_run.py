@@ -215,7 +215,7 @@ class PeerSimulation(Simulation, Transport):
         return step_info
 
     def _continue(self, worker: int) -> None:
-        """Let a worker go on, once it has made its step."""
+        """Let a worker continue, once it has made its step."""
         state = self._workers[worker]
         if state.step_s and not state.has_left:
             self._loop.after(state.step_s, self._next, worker)
@@ -225,11 +225,11 @@ class PeerSimulation(Simulation, Transport):
     def _next(self, worker: int) -> None:
         state = self._workers[worker]
         if not state.has_left and state.machine.at_halt(self._must_halt()):
-            self._halt(worker, self._go_on, worker)
+            self._halt(worker, self._after_halt, worker)
         else:
-            self._go_on(worker)
+            self._after_halt(worker)
 
-    def _go_on(self, worker: int) -> None:
+    def _after_halt(self, worker: int) -> None:
         state = self._workers[worker]
         if state.has_left:
             self._participate(worker)

@@ -17,7 +17,7 @@ from hpcsync.trace.reader import Trace
 from hpcsync.trace.schema import ADDED, TABLES, Rows, decisions_dtype
 
 ROWS = "simulated again, all rows are the recorded ones"
-COMPARED = ("pushes", "grants", "updates", "decisions", "exchanges", "membership", "evaluations")
+COMPARED = ("pushes", "grants", "updates", "decisions", "exchanges", "membership", "evaluations", "starts")
 
 
 def is_simulation(trace: Trace) -> bool:
