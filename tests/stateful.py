@@ -18,13 +18,11 @@ STATEFUL = settings(
     stateful_step_count=40,
     suppress_health_check=list(HealthCheck),
 )
-# The first failure is enough: it is neither made smaller nor explained nor printed. Longer sequences than above reach
-# it sooner. Which examples are drawn depends on the constants in the modules that are loaded, so there are many more
-# than a failure needs, ten to three hundred.
+# The first failure is enough: it is neither made smaller nor explained nor printed. Which examples are drawn depends on
+# the constants in the modules that are loaded, so there are many more than a failure needs, ten to three hundred.
 SEARCH = settings(
     STATEFUL,
     max_examples=5000,
-    stateful_step_count=100,
     phases=[Phase.generate],
     report_multiple_bugs=False,
     print_blob=False,

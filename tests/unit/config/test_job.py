@@ -306,7 +306,7 @@ MISTAKES = {
     "sed=3": "sed = 3: unknown key; must be one of name, seed, workload, optimizer, stop, evaluation, checkpoint, "
     "paradigm, batches, compression, cluster, predicted; did you mean seed?",
     "paradigm.stalenes_max=2": "paradigm.stalenes_max = 2: unknown key; must be one of name, staleness_min, "
-    "staleness_max, mode, enforce_max, first_costs, interval_begin, overdue; did you mean staleness_max?",
+    "staleness_max, mode, enforce_max, first_costs, interval_begin, overdue, merge; did you mean staleness_max?",
     "paradigm.name=ssp": "paradigm.staleness: missing; must be a whole number of at least 0, or inf",
     "cluster.network.latency=3": "cluster.network.latency = 3: unknown key; must be one of bandwidth_gbit, "
     "server_bandwidth_gbit, latency_us; did you mean latency_us?",

@@ -115,7 +115,7 @@ def test_ashl_has_ratios_where_the_compression_takes_one(codec: str, ratios: tup
 
 
 def test_options_of_other_paradigms_are_their_tables() -> None:
-    assert job("ssp", staleness=3).paradigm_options == {"staleness": 3}
+    assert job("ssp", staleness=3).paradigm_options == {"staleness": 3, "merge": False}
 
 
 def test_adsp_s_defaults() -> None:

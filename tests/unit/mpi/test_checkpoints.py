@@ -250,7 +250,10 @@ def test_a_run_resumes_with_fewer_workers_and_one_returns(comm, only, folder, pa
 @pytest.mark.once
 @pytest.mark.parametrize("version", [3, 4])
 def test_a_run_resumes_from_a_checkpoint_of_an_older_format(comm, only, folder, version):
-    """Each archive is a run of BSP, killed after five updates, by a release of that time."""
+    """Each archive is a run of BSP, killed after five updates, by a release of that time.
+
+    Its updates were computed by a processor that may round otherwise than this one.
+    """
     only(3)
     if comm.rank == 0:
         with ZipFile(Path(__file__).with_name(f"checkpoint-format-{version}.zip")) as archive:
@@ -261,7 +264,7 @@ def test_a_run_resumes_from_a_checkpoint_of_an_older_format(comm, only, folder, 
     resumed = on_some(comm, this, folder / "old", resume=True)
     weights = on_some(comm, this, folder / "new")
     if comm.rank == 0:
-        assert (weights == resumed).all()
+        np.testing.assert_allclose(resumed, weights, rtol=1e-12)
         assert not failures(folder / "old" / layout.TRACE)
     comm.Barrier()
 

@@ -644,6 +644,7 @@ class ForgetsSums(Store):
         (FewBuffersAndCorrections, ForgetsCorrections, "contribution counts once|waits only for readers"),
     ],
 )
+@pytest.mark.timeout(600)  # the number of examples until a failure differs widely
 def test_a_broken_store_is_caught(machine, broken, message):
     assert_caught(type("Broken", (machine,), {"store_class": broken}), message)
 
