@@ -114,19 +114,13 @@ class ClusterEvent(Table):
             raise ValueError(f"must be omitted beside at_s = {info.data['at_s']}")
         return at_iteration
 
-    @field_validator("factor")
+    @field_validator("factor", "restart_s")
     @classmethod
-    def _of_a_slow_device(cls, factor: float | None, info: ValidationInfo) -> float | None:
-        if factor is not None and (change := info.data.get("change", "slow")) != "slow":
+    def _of_one_change(cls, value: float | None, info: ValidationInfo) -> float | None:
+        change = info.data.get("change")  # None: it is wrong itself
+        if value is not None and change not in (None, {"factor": "slow", "restart_s": "die"}[str(info.field_name)]):
             raise ValueError(f'must be omitted: change = "{change}" has none')
-        return factor
-
-    @field_validator("restart_s")
-    @classmethod
-    def _of_a_death(cls, restart_s: float | None, info: ValidationInfo) -> float | None:
-        if restart_s is not None and (change := info.data.get("change", "die")) != "die":
-            raise ValueError(f'must be omitted: change = "{change}" has none')
-        return restart_s
+        return value
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
