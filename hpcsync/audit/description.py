@@ -44,8 +44,8 @@ def check_clocks(trace: Trace) -> list[Check]:
     exist &= (clocks["start"] >= 0) & (clocks["start"] < max(1, len(starts)))
     ordered = starts["start"] == np.arange(len(starts))
     for name in ("now_s", "seq"):
-        steps = np.diff(starts[name], prepend=0)
-        ordered &= np.where(np.arange(len(starts)) == 0, steps == 0, steps >= 0)  # the first one is before everything
+        ordered &= np.diff(starts[name], prepend=0) >= 0
+        ordered[:1] &= starts[name][:1] == 0  # the first one is before everything
     known = np.isfinite(clocks["offset_s"]) & np.isfinite(clocks["uncertainty_s"]) & (clocks["uncertainty_s"] >= 0)
     if trace.attributes.get("engine") == "simulator":
         known &= (clocks["offset_s"] == 0) & (clocks["uncertainty_s"] == 0)

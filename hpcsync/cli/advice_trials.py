@@ -84,8 +84,6 @@ class Trials:
         table.pop("predicted", None)
         if trained.candidate.batches:
             table["batches"] = trained.candidate.batches
-        if trained.candidate.compression:
-            table["compression"] = trained.candidate.compression
         optimizer, cluster = table["optimizer"], table["cluster"]
         optimizer["lr"] = trained.factor * optimizer["lr"]
         servers = default_servers(table["paradigm"])
@@ -106,8 +104,10 @@ class Trials:
             cluster.pop("times_from", None)
             if "network" not in cluster and (links := network(self._trace, seed, cluster["workers"], servers != 0)):
                 cluster["network"] = links
-        if trained.candidate.compression.get("name", "none") != "none":
-            table["compression"] = {**table["compression"], "gbytes_per_s": self._gbytes_per_s(table)}
+        if compression := trained.candidate.compression:
+            table["compression"] = compression
+            if compression["name"] != "none":
+                table["compression"] = compression | {"gbytes_per_s": self._gbytes_per_s(table)}
         return table
 
     def _gbytes_per_s(self, table: dict[str, Any]) -> float:
