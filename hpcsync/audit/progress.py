@@ -135,6 +135,7 @@ def evaluations_come_when_due(trace: Trace) -> Check:
     A resumed run may have another `every_samples` than before, and continues the schedule of its checkpoint: its
     evaluations are checked from the second one after the last resume. An evaluation that reaches the job's target ends
     the run, after which only that of the last version follows. A version is evaluated before the next one is made.
+    A paradigm may ask for further evaluations, which the checks of its guarantees compare with its needs.
     """
     job, rows = trace.job, trace.tables["evaluations"]
     every = job.evaluation.every_samples
@@ -142,8 +143,7 @@ def evaluations_come_when_due(trace: Trace) -> Check:
     last = len(samples) - 1
     n_resumed = _version_at_last_start(trace)
     during = rows[:-1]  # the last one may be that at the end
-    n_before = np.append(0, during["samples"])[:-1]
-    due = during["samples"] // every > n_before // every if every else np.zeros(len(during), bool)
+    due = is_scheduled(during["samples"], every) | job.paradigm.requests_evaluations
     if n_resumed is not None:
         due[: np.count_nonzero(during["version"] <= n_resumed) + 1] = True
     reached = np.flatnonzero(samples[1:] // every > samples[:-1] // every) + 1 if every else np.zeros(0, int)
@@ -190,6 +190,13 @@ def evaluations_come_when_due(trace: Trace) -> Check:
             lambda i: f"/evaluations row {i} reaches the target, but {len(rows) - i - 1} evaluations follow",
         ),
     )
+
+
+def is_scheduled(samples: Rows, every: int) -> Rows:
+    """Return which evaluations after so many samples have a multiple of `every` since the one before; 0: none has."""
+    if not every:
+        return np.zeros(len(samples), bool)
+    return samples // every > np.append(0, samples)[:-1] // every
 
 
 def _is_lost(values: Rows) -> Rows:

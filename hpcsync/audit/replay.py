@@ -91,6 +91,10 @@ class _Replay:
         self._updates = [int(n) for n in recount.updates["n_contributions"]]
         decisions = _rows(recount.decisions)
         own = [row for row in decisions if _is_own(row)]
+        # The paradigm is given every evaluation until the run stops.
+        judged = recount.evaluations[["version", "now_s"]].tolist()
+        for row, (version, current_s) in zip(filter(_is_evaluated, own), judged, strict=False):
+            row |= {"version": version, "current_s": current_s}
         chosen = [row for row in decisions if not _is_own(row)]
         self._events = sorted([*_rows(recount.pushes), *_rows(recount.membership), *own], key=_seq)
         self._answers = _split(
@@ -124,6 +128,8 @@ class _Replay:
         if _is_evaluated(event):
             if self._stopping or not self._progress.active:
                 raise _Differs("decisions", f"seq {event['seq']}: evaluated after the end of the run")
+            if "version" not in event:
+                raise _Differs("decisions", f"seq {event['seq']}: /evaluations lacks the evaluation")
             self.n_same["decisions"] += 1
             return
         if _is_own(event):
@@ -315,7 +321,7 @@ def _happened(event: Row) -> Event:
     if "change" in event:
         return (Joined if _joins(event) else Left)(event["now_s"], event["worker"])
     if _is_evaluated(event):
-        return Evaluated(event["now_s"], event["worker"], event["chosen"])
+        return Evaluated(event["now_s"], event["worker"], event["chosen"], event["version"], event["current_s"])
     if _is_own(event):
         return Elapsed(event["now_s"], event["worker"])
     return PushInfo(*(event[name] for name in PushInfo._fields))

@@ -27,7 +27,7 @@ from hpcsync.config.errors import JobError, in_one_line, shown
 from hpcsync.config.optimizer import Optimizer, Schedule
 from hpcsync.config.paradigms import ParadigmTable, options_suit
 from hpcsync.config.predicted import Prediction
-from hpcsync.config.workloads import WORKLOADS, Cifar, Script, WorkloadOptions
+from hpcsync.config.workloads import WORKLOADS, Cifar, Script, Timing, WorkloadOptions
 from hpcsync.paradigms import OPTIONS, ParadigmOptions
 from hpcsync.planning.layer_groups import Groups
 
@@ -326,7 +326,11 @@ class Job(Table):
 
     @model_validator(mode="after")
     def _evaluations_are_made(self) -> Self:
-        if self.paradigm.uses_evaluations and self.evaluation.every_samples == 0:
+        if not self.paradigm.uses_evaluations:
+            return self
+        if isinstance(self.workload, Timing):
+            raise JobError('paradigm.loss = "evaluation": workload.name = "timing" must be one that can be evaluated')
+        if self.evaluation.every_samples == 0 and not self.paradigm.requests_evaluations:
             raise JobError('evaluation.every_samples = 0: must be at least 1 with paradigm.loss = "evaluation"')
         return self
 

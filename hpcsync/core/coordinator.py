@@ -287,7 +287,7 @@ class Coordinator(Stateful):
         if self.stopping or not self.active or not self._paradigm.uses_evaluations:
             return []
         self._now_s = max(now_s, self._now_s, known_s)
-        event = Evaluated(self._now_s, min(self.active), loss)
+        event = Evaluated(self._now_s, min(self.active), loss, version, now_s)
         nans = self._paradigm_nan + self._allocator_nan
         self._record_decision(event.now_s, EVALUATED, event.worker, loss, nans)
         return self._decide(event, self._seq)
@@ -311,6 +311,11 @@ class Coordinator(Stateful):
     def due(self) -> Elapsed | None:
         """Event that `passed` hands to the paradigm once its time has come; None: there is none."""
         return None if self.stopping else self._paradigm.due
+
+    @property
+    def wants_evaluation(self) -> bool:
+        """Whether the paradigm wants the present version to be evaluated, once no other evaluation is running."""
+        return self._paradigm.wants_evaluation and not self.stopping and bool(self.active)
 
     def stop(self, now_s: float) -> list[Command]:
         """End the run: blocked workers stop at once, computing workers after their next push."""

@@ -67,12 +67,14 @@ class Evaluated:
     """The servers' model, at its present or an earlier version, has been evaluated on held-out data: `loss`.
 
     Only paradigms with `uses_evaluations` receive it. `worker` is the lowest active worker, to which the row of
-    /decisions is attributed.
+    /decisions is attributed. `version` is the one that was evaluated, and `current_s` a time at which it was current.
     """
 
     now_s: float
     worker: int
     loss: float
+    version: int
+    current_s: float
 
 
 @dataclass(frozen=True, slots=True)

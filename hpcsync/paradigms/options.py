@@ -271,6 +271,11 @@ class ParadigmOptions:
         return False
 
     @property
+    def requests_evaluations(self) -> bool:
+        """True if the policy asks for evaluations itself, beside those of `evaluation.every_samples`."""
+        return False
+
+    @property
     def exchange_every(self) -> int:
         """Iterations from one push, or exchange, to the next, unless the policy sets another number."""
         return 1

@@ -161,9 +161,10 @@ class _Served:
             elif kind == "time":
                 self._carry_out(coordinator.passed(now_s))
             else:
+                made = recount.evaluations[index]  # the paradigm is given every evaluation until the run stops
+                current_s, version, samples = made[["now_s", "version", "samples"]].item()
                 loss = float(row["chosen"])
-                at = (coordinator.version, coordinator.samples)
-                self._carry_out(coordinator.evaluated(now_s, *at, loss, math.nan, known_s=now_s))
+                self._carry_out(coordinator.evaluated(current_s, version, samples, loss, math.nan, known_s=now_s))
         coordinator.close()
         self._numerics.finish(coordinator.trained_by)
         return _losses(recount.pushes, losses), _evaluations(recount.evaluations, self._judged)

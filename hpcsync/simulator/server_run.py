@@ -117,6 +117,7 @@ class ServerSimulation(Simulation):
         for worker in range(len(self._workers)):
             self._numerics.grant(worker)
             self._transfers.pull(worker, 1, self._begin)
+        self._evaluate_if_wanted()
 
     def _finish(self) -> None:
         self.coordinator.close()
@@ -312,6 +313,17 @@ class ServerSimulation(Simulation):
         self._carry_out(self.coordinator.left(self._loop.now_s, worker))
         self._evaluate_if_due()
 
+    def _evaluate_if_due(self) -> None:
+        super()._evaluate_if_due()
+        self._evaluate_if_wanted()
+
+    def _evaluate_if_wanted(self) -> None:
+        """Evaluate the current version if the paradigm wants it and no other evaluation is under way."""
+        coordinator = self.coordinator
+        if coordinator.wants_evaluation and not self._evaluating:
+            self._evaluations.begin_if_due(coordinator.samples)  # one evaluation serves both
+            self._evaluate(coordinator.version, coordinator.samples)
+
     def _judge(self, version: int, samples: int, now_s: float) -> Judged:
         return now_s, version, samples, *self._numerics.evaluate(self.coordinator.trained_by)
 
@@ -319,6 +331,7 @@ class ServerSimulation(Simulation):
         if self._is_kept(self._conclude, judged):
             return
         self._carry_out(self.coordinator.evaluated(*judged, known_s=self._loop.now_s))
+        self._evaluate_if_wanted()
 
     def _time_has_come(self) -> None:
         if self._is_kept(self._time_has_come):

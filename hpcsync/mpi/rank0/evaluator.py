@@ -1,7 +1,8 @@
 """Evaluation in the background: a thread with its own model and its own copy of the weights.
 
-No rank waits for an evaluation: it reads one-sided, and the weights it reads are not overwritten meanwhile. An
-evaluation that becomes due while the previous one is running is skipped.
+No rank waits for an evaluation, unless its paradigm does: it reads one-sided, and the weights it reads are not
+overwritten meanwhile. An evaluation that becomes due while the previous one is running is skipped; one that the
+paradigm wants follows it.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Evaluator:
         """Read and evaluate this version of the weights, which is current at `now_s`."""
         self.busy = True
         self._before = self._schedule.next_samples
-        self._schedule.begun(samples)
+        self._schedule.begin_if_due(samples)
         self._requests.put((now_s, version, samples))
 
     def state(self) -> int:

@@ -88,7 +88,7 @@ class RunRecorder(Generic[C]):
                 job.evaluation.buffers,
                 given.calibrate,
             )
-            if given.evaluate is not None and job.evaluation.every_samples
+            if given.evaluate is not None and (job.evaluation.every_samples or job.paradigm.requests_evaluations)
             else None
         )
         self._console = console()

@@ -43,7 +43,7 @@ class Leader:
         Called as `chores`, but not while push infos are deferred for a checkpoint.
     about_to_evaluate
         Called before an evaluation of the current version begins. None: what is evaluated does not change between
-        updates. Otherwise an evaluation begins only right after an update.
+        updates. Otherwise an evaluation begins only right after an update, or where the paradigm wants it.
     look_at
         Called with every push info that has been handled; may raise to end the run.
     rate_changed
@@ -241,16 +241,21 @@ class Leader:
             self._carry_out(commands)
             self._evaluate_if_due(now_s)
         if self._evaluator is not None and (judged := self._evaluator.result()) is not None:
-            self._carry_out(self._coordinator.evaluated(*judged))
+            self._carry_out(self._coordinator.evaluated(*judged, known_s=self._link.clock.now()))
+        if self._coordinator.wants_evaluation:
+            self._evaluate_if_due(self._link.clock.now())
         self._watch(now_s)
         self._chores(now_s)
 
     def _evaluate_if_due(self, now_s: float) -> None:
         coordinator, evaluator = self._coordinator, self._evaluator
         updated, self._seen = coordinator.version > self._seen, coordinator.version
-        if self._about_to_evaluate is not None and not updated:
+        wanted = coordinator.wants_evaluation
+        if self._about_to_evaluate is not None and not (updated or wanted):
             return
-        if evaluator is not None and not coordinator.stopping and evaluator.due(coordinator.samples):
+        if evaluator is None or evaluator.busy or coordinator.stopping:
+            return
+        if wanted or evaluator.due(coordinator.samples):
             if self._about_to_evaluate is not None:
                 self._about_to_evaluate()
             evaluator.begin(now_s, coordinator.version, coordinator.samples)

@@ -66,7 +66,7 @@ class Driver:
 
     def evaluate(self, loss):
         self.now_s += 1.0
-        return self._handle(Evaluated(self.now_s, min(self.granted), loss))
+        return self._handle(Evaluated(self.now_s, min(self.granted), loss, 0, self.now_s))
 
     def _handle(self, event):
         actions = self.paradigm.handle(event)

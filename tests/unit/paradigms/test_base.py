@@ -137,7 +137,7 @@ def test_illegal_input_is_refused_and_leaves_the_state_untouched(which):
         (PushInfo(math.nan, 3), "time of the previous event"),
         (PushInfo(math.inf, 3), "time of the previous event"),
         (Elapsed(3.0, 0), "nothing is due"),
-        (Evaluated(3.0, 0, 1.0), "uses no evaluations"),
+        (Evaluated(3.0, 0, 1.0, 0, 3.0), "uses no evaluations"),
         ("pushed", "event must be PushInfo, Left, Joined, Elapsed or Evaluated"),
     ]
     for event, message in illegal:
