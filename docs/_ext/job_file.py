@@ -34,8 +34,8 @@ SECTIONS = {
     "optimizer.schedule": "The learning rate over time. It is optional.",
     "stop": "Conditions that end the run. The first one that holds ends it. At least one is required, except in a "
     "training script.",
-    "evaluation": "Evaluation during the run. It takes place beside the servers and delays no worker; without servers, "
-    "rank 0 evaluates beside its own training.",
+    "evaluation": "Evaluation during the run. It takes place beside the servers and delays no worker, except in a "
+    "search of `adsp` by evaluations; without servers, rank 0 evaluates beside its own training.",
     "predicted": "What [`hpcsync advise`](../how-to/advise.md) predicts of the job that it writes. The summary and the "
     "report compare the run with it; nothing else uses it. `--set` drops it, unless it only changes the seed.",
     "checkpoint": "Checkpoints. [Resume and checkpoints](../how-to/resume.md) describes their use.",
@@ -140,7 +140,8 @@ KEYS = {
     "stop.on_nan": "What happens when a loss or a gradient is not finite: a line that says so once, or the end of the "
     "run as failed.",
     "evaluation.every_samples": "Samples between two evaluations; 0: only at the end.",
-    "evaluation.seconds": "Simulation only: duration of an evaluation, which training does not wait for.",
+    "evaluation.seconds": "Simulation only: duration of an evaluation, which training does not wait for, except a "
+    "search of `adsp` by evaluations.",
     "evaluation.buffers": "Buffers, such as BatchNorm's running statistics, with which the model is evaluated and with "
     "which it ends: those of the first active worker, the mean over the active workers, or the first worker's with "
     "BatchNorm's statistics recomputed from 32 batches of the training data. "

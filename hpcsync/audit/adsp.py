@@ -2,7 +2,7 @@
 
 `_CommitAccount` follows the run event by event. The rewards of trials are taken from the rows. That a reward follows
 from the curve l(t) = 1 / (a^2 t + b) + d is verified by the cross ratio of four of its points, which equals that of
-their times.
+their times. `_EvaluatedAccount` does so where the losses are those of evaluations, which are rows of /decisions, too.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hpcsync.audit.ashl import evaluated_losses_are_recorded
 from hpcsync.audit.check import Check, check_all, check_rows
+from hpcsync.audit.progress import is_scheduled
 from hpcsync.audit.server_recount import Recount
 from hpcsync.paradigms.adsp import AdspOptions
 from hpcsync.paradigms.records import UNTIL
@@ -30,9 +32,10 @@ def check_commits(recount: Recount, paradigm: AdspOptions) -> list[Check]:
     lacking = {"reward", *POINTS} - set(recount.decisions.dtype.names or ())
     if lacking:
         return [Check("searches and trials are recorded", False, 0, f"/decisions lacks {', '.join(sorted(lacking))}")]
-    account = _CommitAccount(recount, paradigm)
+    account = (_EvaluatedAccount if paradigm.uses_evaluations else _CommitAccount)(recount, paradigm)
     account.run()
     return [
+        *account.evaluations(),
         commits_count_one_of_all(recount),
         commits_come_when_granted(recount, paradigm),
         account.waits(),
@@ -101,7 +104,7 @@ class _CommitAccount:
         self.best, self.best_reward = self.commits, math.nan  # of the search so far
         self.searching = paradigm.commits is None
         self.trial_s = 0.0  # start of the trial; NaN before the search's first barrier
-        self.stop_s = paradigm.check_period_s if self.searching else math.inf
+        self.stop_s = self.trial_length_s() if self.searching else math.inf
         self.begun_s, self.checks, self.loss_before = 0.0, 0, math.nan
         self.losses = np.full(n, np.nan)  # each worker's latest
         self.iters, self.counted = np.zeros(n, np.int64), np.zeros(n, np.int64)
@@ -118,6 +121,7 @@ class _CommitAccount:
         self.due: list[_Due] = []
         self.apart = 0  # largest difference of commits between active workers at a check
         rows = recount.decisions
+        self.chosen = rows[~np.isin(rows["seq"], recount.own_events["seq"])]
         self._rewards = iter(rows["reward"][rows["controller"] == b"reward"].tolist())
 
     def run(self) -> None:
@@ -125,7 +129,8 @@ class _CommitAccount:
         row = 0
         for number, event in enumerate(self.recount.events):
             if event["seq"] > self.recount.stop_seq:
-                return
+                break
+            self._evaluations_until(int(event["seq"]))
             worker, now_s = int(event["worker"]), float(event["now_s"])
             if event["joins"]:
                 self._join(worker)
@@ -144,8 +149,18 @@ class _CommitAccount:
                 if now_s < self.stop_s:
                     self._release(number, now_s)
                 row += 1
-            if self.searching and self.blocked and len(self.blocked) == self.active.sum():
+            if self.all_have_stopped():
                 self._pass_barrier(number, worker, now_s)
+        self._evaluations_until(self.recount.stop_seq)
+
+    def all_have_stopped(self) -> bool:
+        return self.searching and bool(self.blocked) and len(self.blocked) == self.active.sum()
+
+    def trial_length_s(self) -> float:
+        return self.paradigm.check_period_s
+
+    def _evaluations_until(self, seq: int) -> None:
+        """Process the evaluations before this `seq`."""
 
     def _release(self, number: int, now_s: float) -> None:
         """Release all blocked workers."""
@@ -171,11 +186,16 @@ class _CommitAccount:
         self.overhead_s[worker] = math.fsum(time_s for time_s in spent_s if 0 <= time_s < math.inf)
         if math.isfinite(loss):
             self.losses[worker] = loss
-        if self.searching and len(self.points) < 2 and now_s < self.stop_s:  # points at its start and middle
-            self._sample(now_s, len(self.points) * self.paradigm.check_period_s / 2)
+        if self.searching and now_s < self.stop_s:
+            self._see_trial(now_s)
         if not self.searching:
             self._check(now_s)
         self.iters[worker] += 1
+
+    def _see_trial(self, now_s: float) -> None:
+        """Add the points at the start and in the middle of the trial."""
+        if len(self.points) < 2:
+            self._sample(now_s, len(self.points) * self.paradigm.check_period_s / 2)
 
     def _check(self, now_s: float) -> None:
         """Carry out the check that was due before this push, if any, and begin a search if one is due."""
@@ -185,13 +205,20 @@ class _CommitAccount:
             self.apart = max(self.apart, int(np.ptp(self.iters[self.active])))
             self.target += self.commits * (checks - self.checks)
             self.checks, self.counted = checks, self.iters.copy()
-            rise = self._loss() - self.loss_before
-            rose = rise > 0 and rise >= paradigm.loss_rise * abs(self.loss_before)
-            self.loss_before = self._loss()
+            rose = self._compare_loss(now_s)
         if paradigm.commits is None and (rose or now_s - self.begun_s >= paradigm.search_every_s):
-            self.searching, self.best, self.best_reward = True, self.commits, math.nan
-            self.aim = math.nan
-            self.trial_s, self.points, self.stop_s = math.nan, [], now_s
+            self._begin_search(now_s)
+
+    def _compare_loss(self, now_s: float) -> bool:
+        rise = self._loss() - self.loss_before
+        rose = rise > 0 and rise >= self.paradigm.loss_rise * abs(self.loss_before)
+        self.loss_before = self._loss()
+        return rose
+
+    def _begin_search(self, now_s: float) -> None:
+        self.searching, self.best, self.best_reward = True, self.commits, math.nan
+        self.aim = math.nan
+        self.trial_s, self.points, self.stop_s = math.nan, [], now_s
 
     def _loss(self) -> float:
         """Return the mean loss of the active workers, NaN until all have reported one."""
@@ -214,11 +241,19 @@ class _CommitAccount:
         return self.aim
 
     def _pass_barrier(self, number: int, worker: int, now_s: float) -> None:
-        """Release all workers, which are blocked, into the next trial or out of the search."""
+        """Handle that all workers are blocked."""
+        self._sample(now_s, self.paradigm.check_period_s)
+        self._next_trial(number, worker, now_s, 0.0)
+
+    def _next_trial(self, number: int, worker: int, now_s: float, since_s: float) -> None:
+        """Release all workers, which are blocked, into the next trial or out of the search.
+
+        Times of points count from `since_s` before the trial.
+        """
         paradigm = self.paradigm
         if not math.isnan(self.trial_s):
-            self._sample(now_s, paradigm.check_period_s)
-            times_s, losses = (tuple(point[i] for point in self.points) for i in (0, 1))
+            losses = tuple(loss for _, loss in self.points)
+            times_s = tuple(since_s + time_s for time_s, _ in self.points)
             self.due.append(_Due("reward", worker, self.commits, losses, times_s, self._aim(losses)))
             reward = next(self._rewards, math.nan)
             better = math.isnan(self.best_reward) or reward > self.best_reward
@@ -229,7 +264,7 @@ class _CommitAccount:
             if not better or self.best >= most or not losses:
                 self._end_search(worker, now_s)
         if self.searching:
-            self.trial_s, self.points, self.stop_s = now_s, [], now_s + paradigm.check_period_s
+            self.trial_s, self.points, self.stop_s = now_s, [], now_s + self.trial_length_s()
             self._sample(now_s, 0.0)
         self._release(number, now_s)
 
@@ -241,6 +276,10 @@ class _CommitAccount:
         self.target = int(self.counted[self.active].max()) + self.commits
 
     # ---- the checks ----
+
+    def evaluations(self) -> list[Check]:
+        """Return the checks of the evaluations that decide, if any do."""
+        return []
 
     def waits(self) -> Check:
         """Check that workers block only at the barriers before and after a search's trials."""
@@ -272,14 +311,14 @@ class _CommitAccount:
 
     def trials(self) -> Check:
         """Check the trials of each search, that rewards follow from the losses, and that the best rate is chosen."""
-        name, rows = "searches raise the rate by one and choose the best", self.recount.decisions
+        name, rows = "searches raise the rate by one and choose the best", self.chosen
         if not self.recount.finished:
             rows = rows[self.recount.event_at(rows["seq"]) < len(self.recount.events) - 1]
         for i, row in enumerate(rows):
             if i >= len(self.due) or (wrong := self._wrong(row, self.due[i])):
                 wrong = wrong if i < len(self.due) else "no decision was due"
                 return Check(name, False, i, f"decision of seq {row['seq']}: {wrong}")
-        missing = len(self.due) - len(self.recount.decisions)
+        missing = len(self.due) - len(self.chosen)
         if missing > 0 and self.recount.finished:
             return Check(name, False, len(rows), f"{missing} decisions are missing, the first: {self.due[-missing]}")
         return Check(name, True, len(rows))
@@ -324,3 +363,110 @@ class _CommitAccount:
         n = self.recount.n_workers
         detail = f"largest difference at a check: {self.apart}"
         return Check("difference of commits between workers", True, n, detail)
+
+
+class _EvaluatedAccount(_CommitAccount):
+    """The same where evaluations of the servers' model decide.
+
+    One is needed of the model at the start of a search, in the middle of a trial (once half of the commits, rounded
+    down, have been made), when all workers have stopped, and at each check. It is the first of that version or a later
+    one.
+    """
+
+    def __init__(self, recount: Recount, paradigm: AdspOptions) -> None:
+        super().__init__(recount, paradigm)
+        self.n_evaluated = 0  # processed
+        self.version, self.made_s = 0, 0.0
+        self.needed: int | None = None  # version from which on an evaluation is needed
+        self.needs: list[tuple[int, float, float]] = []  # each from which version on, from when and until when
+        self.known = math.nan  # latest evaluated loss
+        self.search_s, self.trial_version = 0.0, 0
+        self._need(0.0)
+
+    def trial_length_s(self) -> float:
+        return self.paradigm.check_period_s * (2 if self.commits == 1 else 1)
+
+    def _need(self, now_s: float) -> None:
+        if self.needed is None:
+            self.needed = self.version
+            self.needs.append((self.version, now_s, math.inf))
+
+    def _needs_no_more(self, now_s: float) -> None:
+        if self.needed is not None:
+            self.needed = None
+            self.needs[-1] = (*self.needs[-1][:2], now_s)
+
+    def _evaluations_until(self, seq: int) -> None:
+        rows, evaluations = self.recount.evaluated, self.recount.evaluations
+        while self.n_evaluated < min(len(rows), len(evaluations)) and rows["seq"][self.n_evaluated] < seq:
+            self._evaluated(rows[self.n_evaluated], evaluations[self.n_evaluated])
+            self.n_evaluated += 1
+
+    def _evaluated(self, row: Any, evaluation: Any) -> None:
+        version, now_s, worker = int(evaluation["version"]), float(row["now_s"]), int(row["worker"])
+        if self.needed is None or version < self.needed:
+            return
+        self._needs_no_more(now_s)
+        self.known = float(row["chosen"]) if math.isfinite(row["chosen"]) else math.nan
+        if not self.searching:
+            if super()._compare_loss(now_s):
+                self._begin_search(now_s)
+            return
+        latest = version == self.version
+        at_s = self.made_s if latest else float(evaluation["now_s"])
+        self._sample(at_s, -math.inf)
+        if now_s < self.stop_s:
+            self._see_trial(now_s)
+        if self.all_have_stopped():
+            if latest:
+                number = int(self.recount.event_at(row["seq"]))
+                self._next_trial(number, worker, now_s, self.trial_s - self.search_s)
+            else:
+                self._need(now_s)
+
+    def _push(self, push: Any, now_s: float) -> None:
+        self.version, self.made_s = self.version + 1, now_s
+        super()._push(push, now_s)
+
+    def _see_trial(self, now_s: float) -> None:
+        of_each = 1 if self.commits == 1 else math.floor(self.commits / 2)
+        least = of_each * int(self.active.sum())
+        if len(self.points) == 1 and self.version - self.trial_version >= least:
+            self._need(now_s)
+
+    def _compare_loss(self, now_s: float) -> bool:
+        self._needs_no_more(now_s)
+        self._need(now_s)
+        return False
+
+    def _begin_search(self, now_s: float) -> None:
+        self._needs_no_more(now_s)
+        super()._begin_search(now_s)
+
+    def _loss(self) -> float:
+        return self.known
+
+    def _pass_barrier(self, number: int, worker: int, now_s: float) -> None:
+        self._need(now_s)
+
+    def _next_trial(self, number: int, worker: int, now_s: float, since_s: float) -> None:
+        self.trial_version = self.version
+        if math.isnan(self.trial_s):
+            self.search_s = now_s
+        super()._next_trial(number, worker, now_s, since_s)
+
+    def evaluations(self) -> list[Check]:
+        """Return the checks that evaluations are recorded as they decide, and made where they are due or needed."""
+        rows = self.recount.evaluations[:-1]  # the last one may be that at the end
+        versions, now_s = rows["version"][:, None], rows["now_s"][:, None]
+        from_version, from_s, until_s = np.array(self.needs).reshape(-1, 3).T
+        is_needed = ((from_version <= versions) & (from_s <= now_s) & (now_s <= until_s)).any(axis=1)
+        is_due = is_scheduled(rows["samples"], self.recount.job.evaluation.every_samples)
+        return [
+            evaluated_losses_are_recorded(self.recount),
+            check_rows(
+                "evaluations beside those that are due are needed",
+                ~(is_needed | is_due),
+                lambda i: f"/evaluations row {i}, of version {rows['version'][i]}, is neither due nor needed",
+            ),
+        ]

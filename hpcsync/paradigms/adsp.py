@@ -37,6 +37,17 @@ Where paper and code leave it open, a letter in this file marks the branch that 
     j  a worker that joins counts as having committed as often as the slowest, and has reported no loss; it blocks at a
        barrier too
 
+`EvaluatedADSP` takes the loss from evaluations of the servers' model on held-out data instead, which the authors' code
+makes too. It differs in four branches::
+
+    k  the points of a trial are the models at its start, once its workers have made half of their commits, rounded
+       down, and when all have stopped; the workers wait there until the evaluation has ended. With c = 1 no model
+       changes within a period, so that trial lasts for two: its three models differ
+    l  times count from the start of the search, not of each trial, as those of the authors' code count from the start
+       of the run: a later trial, which begins nearer to the target, gains nothing by it
+    m  the model is also evaluated at each check between searches, for `loss_rise`
+    n  an evaluation that is wanted begins when no other is running, of the model as it is then
+
 References
 ----------
 H. Hu, D. Wang and C. Wu, "Distributed Machine Learning through Heterogeneous Edge Systems", AAAI 2020,
@@ -47,10 +58,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from hpcsync.paradigms.base import Paradigm
-from hpcsync.paradigms.events import Action, Apply, Decision, Grant, PushInfo
+from hpcsync.paradigms.events import Action, Apply, Decision, Evaluated, Grant, PushInfo
 from hpcsync.paradigms.options import (
     Count,
     Finite,
@@ -175,7 +186,8 @@ class ADSP(Paradigm):
         self._halved = math.nan
         self._stop_s = math.inf
         if self._searches:  # (e)
-            self._search, self._trial_s, self._stop_s = Search(1, self._most), 0.0, check_period_s
+            self._search, self._trial_s = Search(1, self._most), 0.0
+            self._stop_s = self._trial_length_s
 
     def first(self, worker: int) -> Grant:
         """Return the grant with which the worker starts iteration 1."""
@@ -212,8 +224,8 @@ class ADSP(Paradigm):
         apply = Apply((worker,), (1 / self.n_workers,))
         if self._search is None:
             self._check_if_due(worker)
-        elif len(self._points) < 2 and self._now_s < self._stop_s:
-            self._sample(len(self._points) * self._period_s / 2)
+        elif self._now_s < self._stop_s:
+            self._see_trial()
         return [apply, *self._answer(worker)]
 
     def _left(self, worker: int) -> list[Action]:
@@ -265,12 +277,28 @@ class ADSP(Paradigm):
             self._checks = checks
             self._counted = self._progress.iters.copy()
             self._counted[worker] -= 1
-            now, before = self._loss(), self._loss_at_check
-            rose = now > before and now - before >= self._loss_rise * abs(before)
-            self._loss_at_check = now
+            rose = self._check_loss()
         if self._searches and (rose or self._now_s - self._begun_s >= self._search_every_s):
-            self._search = Search(self.commits, self._most)  # (e)
-            self._trial_s, self._points, self._halved, self._stop_s = math.nan, [], math.nan, self._now_s
+            self._begin_search()
+
+    def _check_loss(self) -> bool:
+        """Return whether the loss has risen by `loss_rise` since the last check, and remember it."""
+        now, before = self._loss(), self._loss_at_check
+        self._loss_at_check = now
+        return now > before and now - before >= self._loss_rise * abs(before)
+
+    def _begin_search(self) -> None:
+        self._search = Search(self.commits, self._most)  # (e)
+        self._trial_s, self._points, self._halved, self._stop_s = math.nan, [], math.nan, self._now_s
+
+    @property
+    def _trial_length_s(self) -> float:
+        return self._period_s
+
+    def _see_trial(self) -> None:
+        """Record the points at the start of the trial and in its middle."""
+        if len(self._points) < 2:
+            self._sample(len(self._points) * self._period_s / 2)
 
     def _sample(self, from_s: float) -> None:
         """Record a point of the trial if the trial is at least `from_s` old and a loss is known (c)."""
@@ -286,22 +314,35 @@ class ADSP(Paradigm):
 
     def _pass_barrier(self, worker: int) -> list[Action]:
         """Once all workers have stopped, release them into the next trial, or with the number that was found."""
-        if self._search is None or not self._blocked_since_s or self._blocked_since_s.keys() != self._progress.active:
+        if not self._all_have_stopped:
             return []
-        rows = [] if math.isnan(self._trial_s) else self._end_trial(worker, self._search)
+        self._sample(self._period_s)
+        return self._next_trial(worker)
+
+    @property
+    def _all_have_stopped(self) -> bool:
+        blocked = self._blocked_since_s
+        return self._search is not None and bool(blocked) and blocked.keys() == self._progress.active
+
+    def _next_trial(self, worker: int) -> list[Action]:
+        """End the trial, if there is one, and release all workers, which have stopped."""
+        rows = [] if math.isnan(self._trial_s) or self._search is None else self._end_trial(worker, self._search)
         if self._search is not None:
-            self._trial_s, self._points, self._stop_s = self._now_s, [], self._now_s + self._period_s
+            self._trial_s, self._points, self._stop_s = self._now_s, [], self._now_s + self._trial_length_s
             self._sample(0.0)
         return [*rows, *self._continue_all()]
 
+    def _times_s(self) -> list[float]:
+        """Return the times of the trial's points, from which the time to the target is counted."""
+        return [time_s for time_s, _ in self._points]
+
     def _end_trial(self, worker: int, search: Search) -> list[Decision]:
         c = search.next_to_evaluate
-        self._sample(self._period_s)
         losses = [loss for _, loss in self._points]
         target = self._loss_target
         if target is None:
             target = self._halved = halved(self._halved, losses[0]) if losses else math.nan
-        trial_reward = reward([time_s for time_s, _ in self._points], losses, target)
+        trial_reward = reward(self._times_s(), losses, target)
         inputs = (trial_reward, *losses, *[math.nan] * (3 - len(losses)))
         rows = [Decision("reward", worker, float(c), inputs)]
         if search.evaluated(trial_reward) or not losses:  # (f)
@@ -313,6 +354,114 @@ class ADSP(Paradigm):
             self._target = max(self._counted[i] for i in self._progress.active) + self.commits  # (h)
             self._loss_at_check = self._loss()
         return rows
+
+
+class EvaluatedADSP(ADSP):
+    """ADSP whose search is decided by evaluated losses of the servers' model: the branches k to n.
+
+    Parameters
+    ----------
+    n_workers
+        Number of workers.
+    **options
+        As of `ADSP`, without `commits`: there is a search.
+
+    Notes
+    -----
+    It says by `wants_evaluation` that the model is to be evaluated, and receives every evaluation of the run. The rows
+    of a search are those of `ADSP`.
+    """
+
+    uses_evaluations = True
+    state_types = {
+        "_version": int,
+        "_made_s": float,
+        "_wanted": int | None,
+        "_known": float,
+        "_search_s": float,
+        "_trial_version": int,
+    }
+
+    def __init__(self, n_workers: int, **options: Any) -> None:
+        super().__init__(n_workers, **options)
+        if not self._searches:
+            raise ValueError(f"commits must be None where a search evaluates the model, got {self.commits}")
+        self._version, self._made_s = 0, 0.0  # of the servers' model, and when it was made
+        self._wanted: int | None = 0  # version from which on an evaluation is wanted
+        self._known = math.nan  # latest evaluated loss
+        self._search_s, self._trial_version = (
+            0.0,
+            0,
+        )  # start of the first trial; version at the start of the present one
+
+    @property
+    def wants_evaluation(self) -> bool:
+        """True until a model is evaluated that is as new as the one that a point of the search, or a check, needs."""
+        return self._wanted is not None
+
+    def _pushed(self, event: PushInfo) -> list[Action]:
+        self._version, self._made_s = self._version + 1, event.now_s
+        return super()._pushed(event)
+
+    def _evaluated(self, event: Evaluated) -> list[Action]:
+        if self._wanted is None or event.version < self._wanted:
+            return []
+        self._wanted = None
+        self._known = event.loss if math.isfinite(event.loss) else math.nan
+        if self._search is None:
+            if super()._check_loss():
+                self._begin_search()
+            return []
+        is_latest = event.version == self._version
+        age_s = (self._made_s if is_latest else event.current_s) - self._trial_s
+        if not (math.isnan(age_s) or math.isnan(self._known)):
+            self._points.append((age_s, self._known))
+        if self._now_s < self._stop_s:
+            self._see_trial()
+        if self._all_have_stopped and is_latest:
+            return self._next_trial(event.worker)
+        return self._pass_barrier(event.worker)
+
+    def _check_loss(self) -> bool:
+        self._wanted = self._version  # (m)
+        return False
+
+    def _begin_search(self) -> None:
+        super()._begin_search()
+        self._wanted = None
+
+    @property
+    def _trial_length_s(self) -> float:
+        return self._period_s * (2 if self._rate(0) == 1 else 1)  # (k)
+
+    def _see_trial(self) -> None:
+        """Want the model in the middle of the trial, once the loss at its start is known (k)."""
+        least = max(self._rate(0), 2) // 2 * len(self._progress.active)
+        if self._wanted is None and len(self._points) == 1 and self._version - self._trial_version >= least:
+            self._wanted = self._version
+
+    def _loss(self) -> float:
+        return self._known
+
+    def _pass_barrier(self, worker: int) -> list[Action]:
+        """Once all workers have stopped, want the model as it is; `_evaluated` releases them."""
+        if self._all_have_stopped and self._wanted is None:
+            self._wanted = self._version
+        return []
+
+    def _next_trial(self, worker: int) -> list[Action]:
+        self._trial_version = self._version
+        if math.isnan(self._trial_s):
+            self._search_s = self._now_s
+        return super()._next_trial(worker)
+
+    def _times_s(self) -> list[float]:
+        return [self._trial_s - self._search_s + time_s for time_s in super()._times_s()]  # (l)
+
+
+def _policy(n_workers: int, *, loss: str = "commits", **options: Any) -> ADSP:
+    """Create the state machine for this option `loss`."""
+    return (EvaluatedADSP if loss == "evaluation" else ADSP)(n_workers, **options)
 
 
 def _must_be_allowed(
@@ -367,6 +516,8 @@ class AdspOptions(ParadigmOptions):
         Relative rise of the loss within a period that starts a search.
     loss_target
         Loss that a search aims at.
+    loss
+        Loss of a search: the average of commits, or evaluations of the servers' model, which the search asks for.
     """
 
     name: Literal["adsp"] = "adsp"
@@ -379,8 +530,9 @@ class AdspOptions(ParadigmOptions):
     )
     loss_rise: Positive = 0.3
     loss_target: Finite | None = default(None, "half of the loss at the start of a search")
+    loss: Literal["commits", "evaluation"] = "commits"
 
-    policy = ADSP
+    policy = staticmethod(_policy)
     contribution = "change"
     allocates = False
     timed_steps = True
@@ -403,6 +555,9 @@ class AdspOptions(ParadigmOptions):
                 f"must be at most {most}: commits are paradigm.interval_min_s = {interval_s:g} apart, in {_PERIOD} = "
                 f"{period_s:g}",
             )
+        if self.commits is not None and self.loss == "evaluation":
+            must = f'must be "commits" with paradigm.commits = {self.commits}, where nothing is searched for'
+            raise OptionError("paradigm.loss", self.loss, must)
 
     def check(self, job: JobTables) -> None:
         """Raise OptionError if the run ends before its first push."""
@@ -414,6 +569,16 @@ class AdspOptions(ParadigmOptions):
                 f"must be greater than {first_s:g}, the time of the first push by {_PERIOD}, commits and "
                 "interval_min_s",
             )
+
+    @property
+    def uses_evaluations(self) -> bool:
+        """True if the search follows the evaluated loss."""
+        return self.loss == "evaluation"
+
+    @property
+    def requests_evaluations(self) -> bool:
+        """True if the search follows the evaluated loss."""
+        return self.uses_evaluations
 
     @property
     def commits_at_first(self) -> int:
@@ -430,7 +595,8 @@ class AdspOptions(ParadigmOptions):
         missed = "; missed pushes are made up for" if self.rule == "cumulative" else ""
         if self.commits is not None:
             return [("pushes", f"{self.commits} by each worker {within}{missed}")]
-        again = f"{self.search_every_s:g} s and when the average loss has risen by {100 * self.loss_rise:g} %"
+        loss = "evaluated loss" if self.uses_evaluations else "average loss"
+        again = f"{self.search_every_s:g} s and when the {loss} has risen by {100 * self.loss_rise:g} %"
         return [("pushes", f"the same number by each worker {within}{missed}\nthe number is searched every {again}")]
 
 

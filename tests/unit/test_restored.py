@@ -32,7 +32,7 @@ from hpcsync.core.peer_coordinator import BatchDivision, Lockstep, PeerCoordinat
 from hpcsync.core.peer_machine import PeerMachine, create_method
 from hpcsync.core.straggler_detector import StragglerDetector
 from hpcsync.core.worker_machine import WorkerMachine
-from hpcsync.paradigms import Grant, Joined, Left, PushInfo, create
+from hpcsync.paradigms import Evaluated, Grant, Joined, Left, PushInfo, create
 from hpcsync.paradigms.peer_method import Agreed, ExchangeResult, Transport
 from hpcsync.planning.batch_allocation import Allocator, Estimate
 from hpcsync.planning.commit_rate_search import Search
@@ -73,8 +73,10 @@ def play_paradigm(paradigm: Any, dice: random.Random, steps: int) -> list[Any]:
         active = paradigm._progress.active
         computing = sorted(active - paradigm._blocked_since_s.keys())
         away = sorted(set(range(N)) - active)
-        if away and dice.random() < 0.3:
-            event: Any = Joined(now_s, dice.choice(away))
+        if paradigm.wants_evaluation and (not computing or dice.random() < 0.3):
+            event: Any = Evaluated(now_s, min(active), dice.random(), paradigm._version - dice.randrange(2), now_s)
+        elif away and dice.random() < 0.3:
+            event = Joined(now_s, dice.choice(away))
         elif len(computing) > 1 and dice.random() < 0.05:
             event = Left(now_s, dice.choice(computing))
         else:
@@ -97,6 +99,9 @@ def play_coordinator(coordinator: Any, dice: random.Random, steps: int) -> list[
         now_s += dice.random()
         away = sorted(set(range(N)) - coordinator.active)
         computing = sorted(coordinator.computing)
+        if coordinator.wants_evaluation and not computing:
+            commands.append(coordinator.evaluated(now_s, coordinator.version, 2, dice.random(), dice.random()))
+            continue
         if not computing:
             break  # the run is over
         if away and dice.random() < 0.3:
@@ -410,6 +415,7 @@ PARADIGMS: dict[str, dict[str, Any]] = {
     "adsp": {"check_period_s": 2.0, "interval_min_s": 0.2, "search_every_s": 5.0},
     "async-diloco": {"quorum": 2, "grace_s": 0.5},
 }
+EVALUATED = {**PARADIGMS["adsp"], "loss": "evaluation"}
 ALLOCATED = {"policy": "equal-finish", "predictor": "last", "interval": 2, "total": 9 * N + 1, "gain": 0.0}
 SLOW = [{"worker": 0, "at_s": at_s, "change": "slow", "factor": factor} for at_s, factor in ((5, 2.0), (12, 5.0))]
 AWAY = [
@@ -431,6 +437,12 @@ def cases() -> dict[str, Case]:
         found[f"paradigm {name}"] = lambda n=name, o=options: create(n, N, **o), play_paradigm
         this = job({"name": name, **({"period": 2} if name == "easgd" else {}), **options})
         found[f"coordinator {name}"] = lambda j=this: coordinate(j, create_paradigm(j), Recorder()), play_coordinator
+    found["paradigm adsp by evaluations"] = lambda: create("adsp", N, **EVALUATED), play_paradigm
+    evaluated_adsp = job({"name": "adsp", **EVALUATED})
+    found["coordinator adsp by evaluations"] = (
+        lambda: coordinate(evaluated_adsp, create_paradigm(evaluated_adsp), Recorder()),
+        play_coordinator,
+    )
     found["sync-switch by samples"] = lambda: create("sync-switch", N, samples=60), play_paradigm
     found["sync-switch by loss"] = lambda: create("sync-switch", N, plateau=0.5, window=2), play_paradigm
     allocated = job({"name": "asp"}, batches=ALLOCATED)

@@ -90,6 +90,18 @@ def test_what_is_as_usual_is_run_once(jobs):
     assert of(jobs, ashl.BASE, "period-4", "ADSP").paradigm.check_period_s == 4.0
 
 
+def test_searches_differ_in_how_commits_are_found():
+    jobs = ashl.searching_jobs(2)
+    assert len(jobs) == 2 * len(ashl.SETTINGS) * len(ashl.SEARCHES)
+    evaluated, usual, one = (
+        jobs[ashl.name_of(ashl.BASE, "main", method, SEED)] for method in ("ADSP, evaluated", "ADSP", "ADSP, 1 commits")
+    )
+    same = {"name", "paradigm"}
+    assert evaluated.model_dump(exclude=same) == usual.model_dump(exclude=same) == one.model_dump(exclude=same)
+    assert (evaluated.paradigm.loss, usual.paradigm.loss) == ("evaluation", "commits")
+    assert (evaluated.paradigm.commits, usual.paradigm.commits, one.paradigm.commits) == (None, None, 1)
+
+
 def test_ratios_are_those_of_the_slowest_and_the_fastest_link():
     rows = [(b"stage", 1.0), (b"ratio", 0.2), (b"ratio", 0.9), (b"ratio", 0.5), (b"stage", 2.0), (b"ratio", 1.0)]
     decisions = np.array(rows, [("controller", "S16"), ("chosen", "<f8")])

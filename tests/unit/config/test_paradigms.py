@@ -128,6 +128,7 @@ def test_adsp_s_defaults() -> None:
         "search_every_s": 1000.0,
         "loss_rise": 0.3,
         "loss_target": None,
+        "loss": "commits",
     }
     found = job("adsp", check_period_s=3).paradigm
     assert (found.interval_min_s, found.search_every_s) == (0.5, 50.0)
@@ -140,6 +141,7 @@ COMMITS: list[tuple[str, dict[str, Any]]] = [
     ("adsp", {}),
     ("adsp", {"check_period_s": 0.7}),
     ("adsp", {"interval_min_s": 60, "commits": 1, "rule": "released", "search_every_s": 1, "loss_target": 0}),
+    ("adsp", {"loss": "evaluation", "loss_target": 0.5}),
 ]
 
 
@@ -283,7 +285,13 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
         "adsp",
         {"staleness": 3},
         "paradigm.staleness = 3: unknown key; must be one of name, check_period_s, interval_min_s, rule, commits, "
-        "search_every_s, loss_rise, loss_target",
+        "search_every_s, loss_rise, loss_target, loss",
+    ),
+    ("adsp", {"loss": "server"}, "paradigm.loss = \"server\": must be 'commits' or 'evaluation'"),
+    (
+        "adsp",
+        {"loss": "evaluation", "commits": 2},
+        'paradigm.loss = "evaluation": must be "commits" with paradigm.commits = 2, where nothing is searched for',
     ),
 ]
 

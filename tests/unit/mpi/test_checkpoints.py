@@ -44,6 +44,7 @@ PARADIGMS = {
     "adsp": {"check_period_s": 0.03, "interval_min_s": 0.005, "commits": 3},
     "async-diloco": {"steps": 3, "momentum_every": 4, "momentum_between": 0.1, "grace_s": 0.002},
 }
+SEARCH = {"name": "adsp", "check_period_s": 0.02, "interval_min_s": 0.004, "search_every_s": 0.05, "loss": "evaluation"}
 UPDATES = 18
 
 
@@ -197,6 +198,40 @@ def test_the_trace_is_continuous_across_a_restart(comm, needs, folder, paradigm)
             assert after.tables[table][kept].tobytes() == before.tables[table][: kept.sum()].tobytes()
         assert 7 <= len(after.tables["updates"][after.tables["updates"]["now_s"] < starts["now_s"][1]]) < UPDATES
         assert after.tables["clocks"]["start"].tolist() == [0] * comm.size + [1] * comm.size
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("forgets", [False, True], ids=["", "without-points"])
+def test_a_search_that_waits_for_an_evaluation_is_resumed(comm, only, folder, monkeypatch, forgets):
+    """The first checkpoint begins when all workers have stopped; without what the search has seen it is the control."""
+    only(3)
+    handle = Leader._handle
+
+    def asking(self: Leader, now_s: float, record: tuple[Any, ...]) -> None:
+        handle(self, now_s, record)
+        if self._coordinator.version and not self._coordinator.computing and self._saver.number == 0:
+            self._saver.ask(suspending=False)
+
+    monkeypatch.setattr(Leader, "_handle", asking)
+    never = {"updates": 10**6, "keep": 9}
+    this = job("adsp", 2, stop={"updates": 60}, checkpoint=never).model_dump(exclude_none=True) | {"paradigm": SEARCH}
+    this = Job.from_table(this)
+    on_some(comm, this, folder / "a")
+    torn = killed(comm, folder / "a")
+    if comm.rank == 0:
+        part = read_part(checkpoint.newest(torn), checkpoint.RUN)
+        assert part["coordinator"]["paradigm"]["wanted"] is not None
+    whole = Coordinator.restore
+
+    def restore(self: Coordinator, state: dict[str, Any]) -> None:
+        whole(self, state | {"paradigm": state["paradigm"] | ({"points": []} if forgets else {})})
+
+    monkeypatch.setattr(Coordinator, "restore", restore)
+    on_some(comm, this, torn, resume=True)
+    if comm.rank == 0:
+        assert bool(failures(torn / "trace.h5")) == forgets
+        rows = load(torn / "trace.h5").tables["decisions"]
+        assert (rows["controller"] == b"commits").any()
 
 
 @pytest.mark.once

@@ -104,6 +104,24 @@ def test_an_evaluation_begins_the_fine_stage(comm, needs, folder):
         assert rows["loss"][at] == rows["chosen"][at - 1] <= 1.5
 
 
+@pytest.mark.parametrize("every_samples", [0, 40])
+def test_a_search_evaluates_the_model(comm, needs, folder, every_samples):
+    needs(3)
+    paradigm = {"name": "adsp", "check_period_s": 0.06, "interval_min_s": 0.01, "loss": "evaluation"}
+    given = job(comm.size - 1, ADSP, updates=30 * (comm.size - 1), seconds=0.004)
+    table = given.model_dump(exclude_none=True) | {"paradigm": paradigm, "evaluation": {"every_samples": every_samples}}
+    on_some(comm, Job.from_table(table), folder)
+    if comm.rank == 0:
+        trace = load(folder / "trace.h5")
+        assert failures(folder / "trace.h5") == []
+        rows, evaluations = trace.tables["decisions"], trace.tables["evaluations"]
+        rewards = rows[rows["controller"] == b"reward"]
+        assert rewards["chosen"][0] == 1.0
+        losses = np.array([rewards[name] for name in ("loss_start", "loss_middle", "loss_end")])
+        assert np.isfinite(losses[0, 0]) and np.isin(losses[np.isfinite(losses)], evaluations["loss"]).all()
+        assert (rows["controller"] == b"commits").sum() >= 1
+
+
 def test_stages_are_in_order_and_fast_workers_make_more_steps(comm, needs, folder):
     needs(3)
     compression = {"name": "top-k"}

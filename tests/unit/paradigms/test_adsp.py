@@ -2,15 +2,15 @@
 
 import heapq
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcsync.paradigms import Apply, Decision, Grant, Joined, Left, PushInfo, adsp
-from hpcsync.paradigms.adsp import ADSP
+from hpcsync.paradigms import Apply, Decision, Evaluated, Grant, Joined, Left, PushInfo, adsp, create
+from hpcsync.paradigms.adsp import ADSP, EvaluatedADSP
 from hpcsync.paradigms.records import UNTIL
 from tests.unit.paradigms.schedule import PROPERTY, fixed, run, schedules
 
@@ -34,9 +34,20 @@ class Worker:
     push_s: float = 0.0
 
 
-def play(paradigm, workers, until_s, loss=lambda now_s: NAN, deaths_s=(), check=True):
-    """Play workers that follow their grants until this time; return every event with its answer."""
+def play(paradigm, workers, until_s, loss=lambda now_s: NAN, deaths_s=(), check=True, evaluate=None, takes_s=0.0):
+    """Play workers that follow their grants until this time; return every event with its answer.
+
+    `evaluate` returns the loss of the servers' model as it is at this time, which is known `takes_s` later.
+    """
     trace, queue, active = [], [], set(range(len(workers)))
+    version, evaluating = 0, False
+
+    def evaluate_if_wanted(now_s):
+        if not paradigm.wants_evaluation or evaluating or not active:
+            return evaluating
+        event = Evaluated(now_s + takes_s, min(active), evaluate(now_s), version, now_s)
+        heapq.heappush(queue, (event.now_s, len(workers), event))
+        return True
 
     def start(grant, now_s):
         worker = workers[grant.worker]
@@ -60,12 +71,17 @@ def play(paradigm, workers, until_s, loss=lambda now_s: NAN, deaths_s=(), check=
         heapq.heappush(queue, (death_s, i, Left(death_s, i)))
     for i in range(len(workers)):
         start(paradigm.first(i), 0.0)
+    evaluating = evaluate_if_wanted(0.0)
     while queue and queue[0][0] <= until_s:
         _, _, event = heapq.heappop(queue)
+        if isinstance(event, Evaluated):
+            event = replace(event, worker=min(active))
         if event.worker not in active:
             continue
         if isinstance(event, Left):
             active.remove(event.worker)
+        version += isinstance(event, PushInfo)
+        evaluating = evaluating and not isinstance(event, Evaluated)
         actions = paradigm.handle(event)
         if check:
             paradigm.check()
@@ -73,6 +89,7 @@ def play(paradigm, workers, until_s, loss=lambda now_s: NAN, deaths_s=(), check=
         for action in actions:
             if isinstance(action, Grant):
                 start(action, event.now_s)
+        evaluating = evaluate_if_wanted(event.now_s)
     return trace
 
 
@@ -500,3 +517,166 @@ def test_check_sees(broken, options, message):
 def test_values_that_are_not_allowed_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         make(3, **options)
+
+
+# ---- evaluations of the servers' model ----
+
+
+class Model:
+    """Model whose loss falls as 1 / (x + 1); how fast x grows with time depends on the commits a period."""
+
+    def __init__(self, speeds):
+        self.speeds, self.x, self.now_s = speeds, 0.0, 0.0
+        self.paradigm = make(3, EvaluatedADSP, loss_target=1 / (self.reached + 1))
+
+    reached = 1000.0
+
+    def __call__(self, now_s):
+        search = self.paradigm._search
+        commits = self.paradigm.commits if search is None else search.next_to_evaluate
+        self.x, self.now_s = self.x + self.speeds[commits] * (now_s - self.now_s), now_s
+        return 1 / (self.x + 1)
+
+
+@pytest.mark.parametrize(
+    ("speeds", "best"),
+    [((1.0, 0.9), 1), ((1.0, 1.1, 1.0), 2), ((1.0, 1.1, 1.2, 1.3, 1.4, 1.5), 6), ((1.0, 1.1, 1.2, 1.19), 3)],
+)
+def test_k_l_evaluations_find_the_best_number_of_commits_even_if_it_is_one(speeds, best):
+    """The rewards are those of the curve: one over the time from the start of the search to the target."""
+    model = Model(dict(enumerate(speeds, 1)))
+    trace = play(model.paradigm, EQUAL, 900.0, evaluate=model)
+    tried = list(range(1, len(speeds) + 1))
+    assert chosen(trace, "reward") == tried
+    assert chosen(trace, "commits") == [best] == [model.paradigm.commits]
+    x, now_s = 0.0, 0.0
+    for c, row in zip(tried, of(trace, Decision), strict=False):
+        then_s = now_s + (Model.reached - x) / speeds[c - 1]
+        assert row.inputs[0] == pytest.approx(1 / then_s)
+        assert row.inputs[1] == pytest.approx(1 / (x + 1))
+        length_s = PERIOD_S * (2 if c == 1 else 1)
+        x, now_s = x + speeds[c - 1] * length_s, now_s + length_s
+        assert row.inputs[3] == pytest.approx(1 / (x + 1))
+
+
+def test_l_a_later_trial_gains_nothing_by_its_later_start():
+    """All numbers of commits are equally good, and so are the rewards; counted from each trial they rise."""
+    model = Model(dict.fromkeys(range(1, 7), 1.0))
+    trace = play(model.paradigm, EQUAL, 300.0, evaluate=model)
+    assert [row.inputs[0] for row in of(trace, Decision)[:2]] == pytest.approx([1 / Model.reached] * 2)
+
+    class FromEachTrial(EvaluatedADSP):
+        _times_s = ADSP._times_s
+
+    model = Model(dict.fromkeys(range(1, 7), 1.0))
+    model.paradigm = make(3, FromEachTrial, loss_target=1 / (Model.reached + 1))
+    trace = play(model.paradigm, EQUAL, 900.0, evaluate=model)
+    assert chosen(trace, "commits") == [6]
+
+
+def test_commits_alone_cannot_tell_that_one_is_the_best():
+    """The same losses, with the commits: the trial of one commit has no reward."""
+    trace = play(make(3, loss_target=1 / 1001), EQUAL, 600.0, loss=lambda now_s: 1 / (now_s + 1))
+    assert of(trace, Decision)[0].inputs[0] == -math.inf
+    assert chosen(trace, "commits")[0] > 1
+
+
+@pytest.mark.parametrize("takes_s", [0.0, 3.0, 70.0])
+def test_k_workers_wait_for_the_evaluation_at_the_end_of_a_trial(takes_s):
+    """One that takes longer than half a trial delays the next one, and the workers."""
+    trace = play(make(3, EvaluatedADSP), UNEQUAL[:3], 900.0, evaluate=lambda s: 2 / (s + 100), takes_s=takes_s)
+    assert chosen(trace, "commits")
+    for event, actions in trace:
+        grants = [action for action in actions if isinstance(action, Grant)]
+        if any(isinstance(action, Decision) for action in actions):
+            assert isinstance(event, Evaluated) and len(grants) == 3
+            assert all(grant.held_s >= takes_s - 1e-9 for grant in grants)
+        else:
+            assert all(grant.held_s == 0 for grant in grants)
+
+
+def test_k_the_middle_is_the_model_once_half_of_the_commits_are_made():
+    paradigm = make(2, EvaluatedADSP)
+    paradigm.handle(Evaluated(0.0, 0, 8.0, 0, 0.0))
+    for now_s, worker in ((60.0, 0), (61.0, 1)):
+        assert not paradigm.wants_evaluation
+        paradigm.handle(PushInfo(now_s, worker))
+    assert paradigm.wants_evaluation
+    assert paradigm.handle(Evaluated(61.5, 0, 9.0, 1, 60.5)) == []
+    assert paradigm.wants_evaluation, "that was the model before"
+    paradigm.handle(Evaluated(62.0, 0, 7.0, 2, 61.5))
+    assert not paradigm.wants_evaluation
+    paradigm.handle(PushInfo(120.0, 0))
+    assert not paradigm.wants_evaluation
+    assert not of([(None, paradigm.handle(PushInfo(121.0, 1)))], Grant)
+    paradigm.check()
+    assert paradigm.wants_evaluation
+    row, *grants = paradigm.handle(Evaluated(125.0, 0, 6.0, 4, 122.0))
+    assert row.inputs[1:] == (8.0, 7.0, 6.0)
+    assert [(grant.worker, grant.held_s, grant.commit_s) for grant in grants] == [(0, 5.0, 30.0), (1, 4.0, 30.0)]
+    # It was made at 121 s, whenever it was evaluated.
+    assert row.inputs[0] == adsp.reward([0.0, 61.0, 121.0], [8.0, 7.0, 6.0], 4.0)
+
+
+def test_n_the_middle_is_wanted_as_soon_as_the_start_is_known():
+    paradigm = make(1, EvaluatedADSP)
+    paradigm.handle(PushInfo(60.0, 0))
+    assert paradigm._wanted == 0
+    paradigm.handle(Evaluated(90.0, 0, 8.0, 0, 1.0))
+    assert paradigm._wanted == 1
+    paradigm.handle(PushInfo(120.0, 0))
+    assert paradigm.handle(Evaluated(125.0, 0, 7.0, 1, 90.0)) == []
+    paradigm.check()
+    row, _ = paradigm.handle(Evaluated(130.0, 0, 6.0, 2, 125.0))
+    assert row.inputs == (adsp.reward([1.0, 90.0, 120.0], [8.0, 7.0, 6.0], 4.0), 8.0, 7.0, 6.0)
+
+
+def test_n_a_late_evaluation_in_the_middle_is_of_the_time_at_which_it_began():
+    paradigm = make(1, EvaluatedADSP)
+    paradigm.handle(Evaluated(0.0, 0, 8.0, 0, 0.0))
+    paradigm.handle(PushInfo(60.0, 0))
+    paradigm.handle(PushInfo(70.0, 0))
+    paradigm.handle(PushInfo(80.0, 0))
+    paradigm.handle(Evaluated(85.0, 0, 7.0, 2, 75.0))  # not of version 1, during which another one was running
+    paradigm.handle(PushInfo(120.0, 0))
+    row, _ = paradigm.handle(Evaluated(121.0, 0, 6.0, 4, 120.0))
+    assert row.inputs[0] == adsp.reward([0.0, 75.0, 120.0], [8.0, 7.0, 6.0], 4.0)
+
+
+def test_an_evaluation_without_a_loss_is_no_point():
+    trace = play(make(3, EvaluatedADSP), EQUAL, 600.0, evaluate=lambda now_s: NAN)
+    assert chosen(trace, "reward") == chosen(trace, "commits") == [1]
+    assert repr(of(trace, Decision)[0].inputs) == repr((-math.inf, NAN, NAN, NAN))
+
+
+def test_m_checks_evaluate_the_model_and_a_rise_begins_a_search():
+    for loss, searches in ((1.29, False), (1.31, True)):
+        paradigm, now_s = make(1, EvaluatedADSP, loss_rise=0.3), 0.0
+        play(paradigm, [Worker(1.0)], 300.0, evaluate=lambda now_s: 1.0)
+        assert paradigm._search is None and paradigm.commits == 1 and not paradigm.wants_evaluation
+        now_s = paradigm._now_s + PERIOD_S
+        paradigm.handle(PushInfo(now_s, 0, loss=5.0))
+        assert paradigm.wants_evaluation and paradigm._search is None
+        assert paradigm.handle(Evaluated(now_s + 1.0, 0, loss, paradigm._version, now_s)) == []
+        assert (paradigm._search is not None) == searches
+        assert bool(of([(None, paradigm.handle(PushInfo(now_s + 60.0, 0)))], Grant)) != searches
+        assert paradigm.wants_evaluation
+        paradigm.check()
+
+
+@pytest.mark.parametrize("death_s", [30.0, 60.0, 61.0, 120.0, 121.5, 125.0, 200.0, 500.0])
+@pytest.mark.parametrize("takes_s", [0.0, 3.0])
+def test_the_others_continue_whenever_workers_leave_while_models_are_evaluated(death_s, takes_s):
+    deaths_s = [(death_s, 2), (death_s + 70.0, 0)]
+    evaluate = {"evaluate": lambda now_s: 1 / (now_s + 100), "takes_s": takes_s}
+    trace = play(make(3, EvaluatedADSP), UNEQUAL[:3], 900.0, deaths_s=deaths_s, **evaluate)
+    assert trace[-1][0].now_s > 830
+    assert len(chosen(trace, "commits")) == 1
+
+
+def test_the_option_chooses_between_the_two():
+    options = {"check_period_s": 60.0, "interval_min_s": 10.0, "search_every_s": 1000.0}
+    assert type(create("adsp", 2, **options)) is type(create("adsp", 2, **options, loss="commits")) is ADSP
+    assert type(create("adsp", 2, **options, loss="evaluation")) is EvaluatedADSP
+    with pytest.raises(ValueError, match="commits must be None where a search evaluates the model, got 2"):
+        create("adsp", 2, **options, loss="evaluation", commits=2)

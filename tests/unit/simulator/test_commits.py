@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -108,11 +109,118 @@ def test_an_evaluation_begins_the_fine_stage(tmp_path, evaluation, preset):
     [
         ({"evaluation": {"every_samples": 0}}, "evaluation.every_samples = 0: must be at least 1"),
         ({"workload": TIMING}, "must be one that can be evaluated"),
+        ({"workload": TIMING, "paradigm": {"name": "adsp", "loss": "evaluation"}}, "must be one that can be evaluated"),
     ],
 )
-def test_a_switch_by_evaluations_needs_evaluations(tables, message):
+def test_decisions_by_evaluations_need_evaluations(tables, message):
     with pytest.raises(JobError, match=message):
         check(of_evaluations(**tables))
+
+
+SEARCHING = {"name": "adsp", "check_period_s": 12, "interval_min_s": 3, "search_every_s": 60, "loss": "evaluation"}
+
+
+def searching(**tables: Any) -> Any:
+    how = {"paradigm": SEARCHING, "optimizer": {"name": "sgd", "lr": 0.01}, "stop": {"seconds": 200.0}}
+    return of_evaluations(**{**how, "evaluation": {"every_samples": 0}, **tables})
+
+
+@pytest.mark.parametrize(
+    "evaluation",
+    [
+        {"every_samples": 0},
+        {"every_samples": 20},
+        {"every_samples": 0, "seconds": 0.7},
+        {"every_samples": 20, "seconds": 0.7},
+        {"every_samples": 0, "seconds": 9.0},
+    ],
+    ids=str,
+)
+def test_a_search_evaluates_the_model(tmp_path, evaluation):
+    """At its start, in the middle of each trial and at its end; every check is one more. All losses fall."""
+    trace = simulate(searching(evaluation=evaluation), tmp_path / "t.h5")
+    assert failed(trace) == []
+    rows, evaluations = trace.tables["decisions"], trace.tables["evaluations"]
+    rewards = rows[rows["controller"] == b"reward"]
+    assert rewards["chosen"][0] == 1.0 and rewards["reward"][0] > 0
+    assert np.isin([rewards[name][0] for name in ("loss_start", "loss_middle", "loss_end")], evaluations["loss"]).all()
+    seconds = evaluation.get("seconds", 0.0)
+    first = trace.tables["grants"][trace.tables["grants"]["now_s"] == rewards["now_s"][0]]
+    assert len(first) == 3 and first["held_s"].min() >= seconds - 1e-9
+
+
+def test_that_one_commit_is_best_is_found(tmp_path):
+    """Gradient descent without noise, and slow links: each commit takes a worker three of its twelve steps a period.
+
+    With losses of commits the search begins with two, and ends there or above.
+    """
+    network = {"bandwidth_gbit": 2.13e-7, "server_bandwidth_gbit": 1.0, "latency_us": 0.0}
+    how = {
+        "workload": {**LINEAR, "batch_size": LINEAR["samples"]},
+        "optimizer": {"name": "sgd", "lr": 0.03},
+        "evaluation": {"every_samples": 0},
+        "stop": {"seconds": 150.0},
+        "cluster": {"network": network},
+    }
+    found, losses = {}, {}
+    for paradigm in (
+        *({**SEARCHING, "loss": loss, "loss_target": 0.01} for loss in ("evaluation", "commits")),
+        *({**SEARCHING, "loss": "commits", "commits": commits} for commits in (1, 2)),
+    ):
+        trace = simulate(timing_job(workers=3, paradigm=paradigm, **how), tmp_path / f"{len(losses)}.h5")
+        assert failed(trace) == []
+        rows = trace.tables["decisions"]
+        losses[len(losses)] = trace.tables["evaluations"]["loss"][-1]
+        found[paradigm["loss"]] = found.get(paradigm["loss"], rows["chosen"][rows["controller"] == b"commits"][:1])
+    evaluated, by_commits, given_1, given_2 = losses.values()
+    assert found["evaluation"] == 1 < found["commits"]
+    assert given_1 < evaluated < by_commits and given_1 < given_2
+
+
+def test_searches_must_follow_from_the_evaluations(tmp_path):
+    """Controls of the audit: other losses, versions and times, an evaluation that nothing needs, or too few."""
+    trace = simulate(searching(), tmp_path / "t.h5")
+    assert failed(trace) == []
+    rows, evaluations = trace.tables["decisions"], trace.tables["evaluations"]
+    evaluated, rewards = (np.flatnonzero(rows["controller"] == name) for name in (b"evaluated", b"reward"))
+    losses, needed = "losses that decide are those of evaluations", "evaluations beside those that are due are needed"
+    trials = "searches raise the rate by one and choose the best"
+
+    def broken(table: str, row: int, **values: float) -> set[str]:
+        changed = trace.tables[table].copy()
+        for column, value in values.items():
+            changed[column][row] = value
+        return {line.split(":")[0] for line in failed(replace(trace, tables={**trace.tables, table: changed}))}
+
+    for k in (0, 1, 2, 4):
+        loss = rows["chosen"][evaluated[k]]
+        assert {losses, trials} <= broken("decisions", evaluated[k], chosen=1.01 * loss)
+        assert {losses} <= broken("evaluations", k, loss=1.01 * loss)
+    for name in ("reward", "loss_start", "loss_middle", "loss_end", "chosen"):
+        assert trials in broken("decisions", rewards[0], **{name: 1.01 * rows[name][rewards[0]]})
+    assert needed in broken("evaluations", 1, version=evaluations["version"][1] - 1)
+    assert needed in broken("evaluations", 1, now_s=evaluations["now_s"][1] - 5.0)
+    for lost in (evaluated[1], evaluated[2]):
+        fewer = {**trace.tables, "decisions": np.delete(rows, lost)}
+        assert any(trials in line for line in failed(replace(trace, tables=fewer)))
+    more = np.insert(evaluations, 2, evaluations[1])
+    update = trace.tables["updates"][evaluations["version"][1]]
+    for name in ("version", "now_s", "samples"):
+        more[name][2] = update[name]
+    assert any(needed in line for line in failed(replace(trace, tables={**trace.tables, "evaluations": more})))
+
+
+@pytest.mark.parametrize("events", ["leave", "join"])
+def test_workers_that_leave_while_the_model_is_evaluated(tmp_path, events):
+    """Worker 1 leaves at the end of the first trial; it joins while the others wait for an evaluation."""
+    away = [{"worker": 1, "at_s": 23.0, "change": "leave"}]
+    back = [{"worker": 1, "at_s": 26.0, "change": "join"}] if events == "join" else []
+    evaluation = {"every_samples": 0, "seconds": 4.0}
+    trace = simulate(searching(evaluation=evaluation, cluster={"events": away + back}), tmp_path / "t.h5")
+    assert failed(trace) == []
+    assert len(trace.tables["membership"]) >= 1 + len(back)
+    rows = trace.tables["decisions"]
+    assert (rows["controller"] == b"commits").any()
 
 
 def test_local_steps_follow_speed_and_links(tmp_path):

@@ -32,6 +32,7 @@ SERVED: list[dict[str, Any]] = [
     {"name": "async-diloco", "steps": 3, "quorum": 2, "grace_s": 0.5},
     {"name": "sync-switch", "share": 0.5, "then": {"name": "asp"}},
     {"name": "adsp", "check_period_s": 3.0, "interval_min_s": 0.5, "search_every_s": 10.0},
+    {"name": "adsp", "check_period_s": 3.0, "interval_min_s": 0.5, "search_every_s": 10.0, "loss": "evaluation"},
 ]
 IN_STEP = [
     each for each in WITHOUT_SERVER if each["name"] in ("allreduce", "local-sgd") or each.get("mode") == "permutation"
