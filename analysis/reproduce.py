@@ -105,8 +105,14 @@ def ashl(
     out: Out = None,
     seeds: Seeds = 3,
     processes: Processes = CORES,
+    searches: Annotated[
+        bool, typer.Option("--searches", help="ADSP by how it finds its commits, and ASHL beside each.")
+    ] = False,
 ) -> None:
     """ASHL (Shen et al., 2024) and ADSP (Hu, Wang and Wu, 2020)."""
+    if searches:
+        ashl_paper.reproduce_searches(out or Path("reproductions/ashl-searches"), seeds, processes, Console())
+        return
     ashl_paper.reproduce(out or Path("reproductions/ashl"), seeds, processes, Console())
 
 

@@ -121,6 +121,17 @@ EXTRA = {f"ADSP, {n} commits": adsp(commits=n) for n in COMMITS if n != FIXED} |
 ACCURACY, LOSSES = 0.96, (0.92, 0.88, 0.84)  # held out; "to the loss": the geometric mean of the times to these
 RELABELLED = 0.5  # of the labels drawn anew at every read: it takes some hundred iterations of each worker
 EVERY, SMOOTHED = 400, 5  # samples from one evaluation to the next; evaluations of which the mean is taken
+
+# ADSP by how its commits are found: by losses of commits, by evaluations, or given. The search by evaluations aims at
+# the middle one of the losses.
+SEARCHES = {
+    "ADSP": METHODS["ADSP"],
+    "ADSP, evaluated": adsp(loss="evaluation", loss_target=LOSSES[1]),
+    "ADSP, 1 commits": EXTRA["ADSP, 1 commits"],
+    "ADSP, fixed": METHODS["ADSP, fixed"],
+    "ASHL": METHODS["ASHL"],
+}
+
 FIRST_SEED = 4  # 1 to 3 have been used to choose steps, commits, label noise, links and targets
 
 
@@ -147,6 +158,18 @@ def jobs(seeds: int, length: float = 1.0) -> dict[str, Job]:
         name_of(*run, seed): job(f"{run[0]}-{run[1]}-{run[2]}", *made, seed, length)
         for seed in range(FIRST_SEED, FIRST_SEED + seeds)
         for run, made in runs.items()
+    }
+
+
+def searching_jobs(seeds: int, length: float = 1.0) -> dict[str, Job]:
+    """Return the runs of `SEARCHES` in every setting, by the names of their folders."""
+    return {
+        name_of(setting_of(*setting), "main", name, seed): job(
+            f"{setting_of(*setting)}-main-{name}", method, *setting, SLOWEST, seed, length
+        )
+        for seed in range(FIRST_SEED, FIRST_SEED + seeds)
+        for setting in SETTINGS
+        for name, method in SEARCHES.items()
     }
 
 
@@ -245,6 +268,17 @@ def measure(folder: Path) -> dict[str, Any]:
     }
 
 
+def measure_search(folder: Path) -> dict[str, Any]:
+    """The same with `found`: commits a period that the first search found, or the given ones."""
+    trace = load(folder / layout.TRACE)
+    rows, paradigm = trace.tables["decisions"], trace.job.paradigm
+    if paradigm.name != "adsp":
+        return measure(folder) | {"found": np.nan}
+    chosen = rows["chosen"][rows["controller"] == b"commits"]
+    found = paradigm.commits if paradigm.commits is not None else chosen[0] if len(chosen) else np.nan
+    return measure(folder) | {"found": float(found)}
+
+
 def first_s(now_s: pd.Series, reached: pd.Series) -> float:
     """When it was first so; NaN for never."""
     return float(now_s[reached].min())
@@ -258,6 +292,7 @@ def share_of(column: str, rows: np.ndarray) -> float:
 def end_of_search_s(trace: Trace) -> float:
     """0 without a search; NaN for one that goes on to the end of the run."""
     paradigm, rows = trace.job.paradigm, trace.tables["decisions"]
+    rows = rows[rows["controller"] != b"evaluated"]
     if paradigm.name != "adsp" or paradigm.commits is not None:
         return 0.0
     return float(rows["now_s"][-1]) if len(rows) and rows["controller"][-1] == b"commits" else np.nan
@@ -381,6 +416,29 @@ def variations() -> list[Claim]:
     for method in EXTRA:
         number = time_ratio(method, "ADSP", BASE)
         found.append(Claim(f"{method}: time / ADSP's, by the loss", "", number, 1 / NO_LATER, NO_LATER))
+    return found
+
+
+def searching_claims() -> list[Claim]:
+    """ASHL against ADSP with a search that can value one commit a period, and that ADSP against the other ones."""
+    found, evaluated = [], "ADSP, evaluated"
+    for workers, unevenness in SETTINGS:
+        setting, words = setting_of(workers, unevenness), f"{workers} workers, H = {unevenness:g}"
+        for by in ("loss", "accuracy"):
+            says = f"{words}, by the {by}: ASHL's time / that of ADSP with a search by evaluations"
+            found.append(Claim(says, PRINTED, time_ratio("ASHL", evaluated, setting, by=by), high=LESS))
+            says = f"{words}, by the {by}: the same, ASHL's time after its profile"
+            found.append(Claim(says, "", after_profile("ASHL", evaluated, setting, by), high=LESS))
+            for other, of_other in (
+                ("ADSP", "with a search by commits"),
+                ("ADSP, 1 commits", "with one commit a period"),
+                ("ADSP, fixed", f"with {FIXED} commits a period"),
+            ):
+                says = f"{words}, by the {by}: time of ADSP with a search by evaluations / {of_other}"
+                found.append(Claim(says, "", time_ratio(evaluated, other, setting, by=by)))
+        for method in ("ADSP", evaluated):
+            says = f"{words}: commits a period that {method} finds"
+            found.append(Claim(says, "", of("found", setting, "main", method), unit=" commits"))
     return found
 
 
@@ -567,3 +625,11 @@ def reproduce(out: Path, seeds: int, processes: int, console: Console, length: f
     draw_where(results, out)
     draw_parts(results, out)
     return conclude(claims(), results, out, console, f"ASHL, virtual time, {seeds} seeds: mean (95 % interval)")
+
+
+def reproduce_searches(out: Path, seeds: int, processes: int, console: Console, length: float = 1.0) -> pd.DataFrame:
+    """Simulate what is missing of `SEARCHES`, write results and claims, print the claims."""
+    todo = searching_jobs(seeds, length)
+    simulate_all(todo, out / "runs", processes, console)
+    results = pd.DataFrame([measure_search(out / "runs" / name) for name in todo])
+    return conclude(searching_claims(), results, out, console, f"ADSP's searches, virtual time, {seeds} seeds")
