@@ -102,7 +102,8 @@ def delay_compensated(job: Job, trace: Trace, strength: float, decay: float | No
 
 def committed(job: Job, trace: Any) -> np.ndarray:
     """The weights that come of the commits in this trace: each of plain torch's steps on its samples, from the version
-    that it read, as many times as it says it counted. An update is of as many of them as the trace says."""
+    that it read, as many times as it says it counted. An update is of as many of them as the trace says; their order is
+    that of the versions that they say they made."""
     workload = check(job)
     data, parameters = workload.train.tensors, list(workload.model.parameters())
     kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[job.optimizer.name]
@@ -110,7 +111,9 @@ def committed(job: Job, trace: Any) -> np.ndarray:
     states: dict[int, Any] = {}
     taken = dict.fromkeys(range(job.cluster.workers), 0)
     outer, changes = outer_steps(job), []
-    for push in trace.tables["pushes"]:
+    pushes = trace.tables["pushes"]
+    made = np.where(pushes["outcome"] == Outcome.APPLIED, pushes["version_read"] + pushes["staleness"], len(pushes))
+    for push in pushes[np.argsort(made, kind="stable")]:
         worker, n_steps = int(push["worker"]), int(push["local_steps"])
         read = versions[push["version_read"]]
         if worker not in states:

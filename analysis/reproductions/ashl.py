@@ -118,6 +118,15 @@ EXTRA = {f"ADSP, {n} commits": adsp(commits=n) for n in COMMITS if n != FIXED} |
     "ADSP, released": adsp(rule="released")
 }
 
+# Both readings of when the commit of a worker that waits is applied, with a fine stage that begins before the targets.
+READINGS = {
+    f"ASHL, {commit.replace('_', ' ')}, staleness {staleness}": ashl(
+        loss_preset=2.0, staleness=staleness, commit=commit
+    )
+    for staleness in (0, 2)
+    for commit in ("on_arrival", "after_gate")
+}
+
 ACCURACY, LOSSES = 0.96, (0.92, 0.88, 0.84)  # held out; "to the loss": the geometric mean of the times to these
 RELABELLED = 0.5  # of the labels drawn anew at every read: it takes some hundred iterations of each worker
 EVERY, SMOOTHED = 400, 5  # samples from one evaluation to the next; evaluations of which the mean is taken
@@ -142,8 +151,8 @@ def jobs(seeds: int, length: float = 1.0) -> dict[str, Job]:
         for name, method in METHODS.items():
             runs[setting_of(workers, unevenness), "main", name] = method, workers, unevenness, SLOWEST
     workers, unevenness = SETTINGS[0]
-    every = METHODS | VARIANTS | EXTRA
-    for name, method in (VARIANTS | EXTRA).items():
+    every = METHODS | VARIANTS | EXTRA | READINGS
+    for name, method in (VARIANTS | EXTRA | READINGS).items():
         runs[BASE, "main", name] = method, workers, unevenness, SLOWEST
     for slowest in LINKS:
         for name in SWEPT:
@@ -416,6 +425,21 @@ def variations() -> list[Claim]:
     for method in EXTRA:
         number = time_ratio(method, "ADSP", BASE)
         found.append(Claim(f"{method}: time / ADSP's, by the loss", "", number, 1 / NO_LATER, NO_LATER))
+    return found + readings()
+
+
+def readings() -> list[Claim]:
+    """Compare both readings of when a commit is applied; the share of time that is waited shows how much can differ."""
+    found = []
+    for staleness in (0, 2):
+        at_once, later = (f"ASHL, {commit}, staleness {staleness}" for commit in ("on arrival", "after gate"))
+        words = f"fine stage from loss 2.0, staleness {staleness}"
+        for by in ("loss", "accuracy"):
+            number = time_ratio(later, at_once, BASE, by=by)
+            says = f"{words}, by the {by}: time with commits after the gate / with commits on arrival"
+            found.append(Claim(says, "", number, 1 / NO_LATER, NO_LATER))
+        number = of("waits", BASE, "main", later)
+        found.append(Claim(f"{words}: share of time that workers wait with commits after the gate", "", number))
     return found
 
 

@@ -53,6 +53,19 @@ class Stages:
         """Pushes that were applied."""
         return self.recount.pushes[self.recount.pushes["outcome"] == Outcome.APPLIED]
 
+    @cached_property
+    def fine_commits(self) -> tuple[Rows, Rows]:
+        """Commits that were granted in the fine stage: of each push's worker so far, and of the slowest after an event.
+
+        Shapes (n_pushes,) and (n_events,).
+        """
+        recount = self.recount
+        counts = (recount.grants["seq"] > self.begins[1]) & ~recount.is_stop
+        counting = np.zeros(len(recount.events), bool)
+        counting[recount.push_event] = np.append(counts, False)[recount.push_permit]
+        own, least = follow(recount.n_workers, recount.events, counting)
+        return own[recount.push_event], least
+
     def n_active(self, seq: Rows) -> Rows:
         """Return the number of active workers before each seq."""
         return self.recount.n_active[self.recount.event_at(seq)]
@@ -87,7 +100,8 @@ class Stages:
 
         Push and compression times come from the pushes of the profile stage. A time without measurements is 0.
         """
-        mine = self.applied[(self.applied["worker"] == worker) & (self.applied["seq"] < seq)]
+        pushes = self.recount.pushes  # those before a plan are applied, or kept back
+        mine = pushes[(pushes["worker"] == worker) & (pushes["seq"] < seq)]
         mine = mine[mine["iteration"] > self.paradigm.warmup]
         profiled = mine[mine["seq"] < self.begins[0]]
         sparse = self.is_sparse(profiled["iteration"])
@@ -117,6 +131,7 @@ def check_stages(recount: Recount, paradigm: AshlOptions) -> list[Check]:
         workers_do_what_is_planned(stages),
         commits_count_their_share(stages),
         *fine_leads_are_bounded(stages),
+        commits_are_applied_when_they_may(stages),
     ]
     return checks if isinstance(recount.job.workload, Script) else [*checks, samples_are_allocated_once(stages)]
 
@@ -397,13 +412,13 @@ def commits_count_their_share(stages: Stages) -> Check:
     """
     pushes = stages.recount.pushes
     n_active = stages.n_active(pushes["seq"])
-    expected = stages.in_force(b"share", pushes["worker"], pushes["seq"], np.nan)
+    expected = stages.in_force(b"share", pushes["worker"], stages.recount.applied_after + 1, np.nan)
     expected = np.where(pushes["seq"] < stages.begins[0], 1 / np.maximum(n_active, 1), expected)
     counts = (pushes["outcome"] == Outcome.APPLIED) & ~np.isin(pushes["problem"], [*UNUSED])
     expected = np.where(counts, expected, 0.0)
     return check_rows(
         "the weight of a commit is its share",
-        ~(np.abs(pushes["weight"] - expected) <= SAME * expected),
+        stages.recount.settled & ~(np.abs(pushes["weight"] - expected) <= SAME * expected),
         lambda i: f"push of seq {pushes['seq'][i]} has weight {pushes['weight'][i]}, its share is {expected[i]}",
     )
 
@@ -444,12 +459,8 @@ def fine_leads_are_bounded(stages: Stages) -> list[Check]:
     until it is released.
     """
     recount, bound = stages.recount, stages.paradigm.staleness
-    grants, pushes = recount.grants, recount.pushes
-    counts = np.append((grants["seq"] > stages.begins[1]) & ~recount.is_stop, False)[recount.push_permit]
-    counting = np.zeros(len(recount.events), bool)
-    counting[recount.push_event] = counts
-    own, least = follow(recount.n_workers, recount.events, counting)
-    own = own[recount.push_event]
+    pushes = recount.pushes
+    own, least = stages.fine_commits
     lead = own - least[recount.push_event]
     release = np.append(recount.grant_event, len(recount.events) - 1)[recount.push_grant]
     release = np.minimum(release, recount.left_after(pushes["worker"], recount.push_event))
@@ -470,6 +481,41 @@ def fine_leads_are_bounded(stages: Stages) -> list[Check]:
             ),
         ),
     ]
+
+
+def commits_are_applied_when_they_may(stages: Stages) -> Check:
+    """Check at which event each commit is applied, by the version and the time of its update.
+
+    It is its push. With commit = "after_gate", a commit that is more than staleness ahead of the slowest worker waits
+    for the event after which it is not, or for the departure of its worker. One that waits at the end is dropped.
+    """
+    recount, updates = stages.recount, stages.recount.updates
+    pushes, event = recount.pushes, recount.push_event
+    own, least = stages.fine_commits
+    if stages.paradigm.commit == "after_gate":
+        opens = np.searchsorted(least, own - stages.paradigm.staleness)  # it only grows
+        event = np.maximum(event, np.minimum(opens, recount.left_after(pushes["worker"], event)))
+    dropped = pushes["outcome"] == Outcome.DROPPED
+    applied = recount.settled & ~dropped
+    version = pushes["version_read"] + pushes["staleness"] + 1  # that its update makes
+    known = applied & (version >= 1) & (version <= len(updates))
+    due_s = np.append(recount.events["now_s"], np.inf)[np.minimum(event, len(recount.events))]
+    made_s = np.append(updates["now_s"], np.nan)[np.where(known, version - 1, len(updates))]
+    order = np.flatnonzero(known)[np.argsort(version[known], kind="stable")]
+    early = np.zeros(len(pushes), bool)
+    early[order[1:]] = np.diff(event[order]) < 0
+    return check_all(
+        "commits are applied " + ("on arrival" if stages.paradigm.commit == "on_arrival" else "once the gate is open"),
+        (
+            applied & (made_s != due_s),
+            lambda i: f"push of seq {pushes['seq'][i]} is applied at {made_s[i]} s, it may be at {due_s[i]} s",
+        ),
+        (early, lambda i: f"push of seq {pushes['seq'][i]} is applied after one that has waited for a later event"),
+        (
+            dropped & (event < event[applied].max(initial=-1)),
+            lambda i: f"push of seq {pushes['seq'][i]} is not applied at {due_s[i]} s, although the run continues",
+        ),
+    )
 
 
 def _alike(a: Rows, b: Rows) -> Rows:

@@ -86,7 +86,8 @@ def seq_is_unbroken(trace: Trace, recount: Recount) -> Check:
     be followed only by decisions in progress, departures, joins and their answers; once the run is stopping, by stop
     grants and the pushes that they answer, which are dropped; and, where grants precede updates, by the grants of the
     last answer. In the k family some workers may continue, but only with the version from before: there is no update.
-    So may workers that a departure releases where the pushes of blocked workers are added to the next update.
+    So may workers that a departure releases where the pushes of blocked workers are added to the next update. Where
+    these pushes are applied when their workers are released, the others continue, too (`_without_a_holder`).
     """
     seqs = recount.seqs
     parts: list[Part] = [(np.diff(seqs) == 0, lambda i: f"seq {seqs[i]} occurs twice")]
@@ -96,6 +97,10 @@ def seq_is_unbroken(trace: Trace, recount: Recount) -> Check:
     if trace.finished:
         expected = np.arange(1, len(seqs) + 1)
         parts.append((seqs != expected, lambda i: f"seq {expected[i]} is missing"))
+    elif recount.job.paradigm.applies_at_release:
+        holes = _holes(seqs, trace.n_workers + 1)
+        without = _without_a_holder(trace, holes)
+        parts.append((without, lambda i: f"seq {holes[i]} is missing, but no worker can be blocked with that push"))
     else:
         pushes, grants = (rows[rows["seq"] >= recount.horizon] for rows in (trace.tables[t] for t in NUMBERED[:2]))
         missing = f"seq {recount.horizon} is missing, but the run continued"
@@ -110,6 +115,34 @@ def seq_is_unbroken(trace: Trace, recount: Recount) -> Check:
             continuing &= grants["version"] != recount.version_at(np.array([recount.horizon]))[0]
         parts.append((continuing, lambda i: f"{missing} with the grant of seq {grants['seq'][i]}"))
     return check_all("seq numbers each row once", *parts)
+
+
+def _holes(seqs: Rows, most: int) -> Rows:
+    """Return the first missing numbers from 1 up to the largest, so many at most. seqs: ascending."""
+    after = np.append(0, seqs)[:-1]
+    n_missing = seqs - after - 1
+    rows = np.flatnonzero(n_missing > 0)[:most]
+    missing = [after[row] + np.arange(1, 1 + min(n_missing[row], most)) for row in rows]
+    return np.concatenate([np.zeros(0, np.int64), *missing])[:most]
+
+
+def _without_a_holder(trace: Trace, holes: Rows) -> Rows:
+    """Return which missing numbers are of no push of a worker that is blocked to the end, shape (n_holes,).
+
+    Of the numbers from one on, each is that of a push of another worker, which then makes no push that is applied and
+    gets no grant but a stop grant.
+
+    Parameters
+    ----------
+    holes
+        Missing numbers, ascending.
+    """
+    pushes, grants = trace.tables["pushes"], trace.tables["grants"]
+    latest = np.zeros(trace.n_workers, np.int64)
+    for rows in (pushes[pushes["outcome"] == Outcome.APPLIED], grants[grants["local_steps"] != 0]):
+        np.maximum.at(latest, rows["worker"], rows["seq"])
+    silent = np.searchsorted(np.sort(latest), holes)  # workers without later rows
+    return silent < len(holes) - np.arange(len(holes))
 
 
 def _answers_a_return(trace: Trace, grants: Rows) -> Rows:
@@ -241,7 +274,7 @@ def staleness_is_recounted(recount: Recount) -> Check:
     low[recount.applied] = high[recount.applied] = recount.applied_version - 1
     return check_rows(
         "staleness equals the recount",
-        (version < low) | (version > high),
+        recount.settled & ((version < low) | (version > high)),
         lambda i: (
             f"{_push(recount, i)} has staleness {pushes['staleness'][i]}, the recount gives "
             f"{low[i] - pushes['version_read'][i]}"

@@ -4,8 +4,8 @@ Where batch sizes are allocated, pushes first go through a fresh allocator, as i
 
 A run ends when its stopping rule becomes true: after an update, or from outside between two events. From then on
 every grant is a stop grant (zero local steps): first the paradigm's remaining grants of that answer, then one for
-each other blocked worker. The paradigm sees no later event. The trace does not record when a rule became true, only
-what followed; the replay accepts exactly what can have followed.
+each other blocked worker. Further updates of that answer are not made, and the paradigm sees no later event. The trace
+does not record when a rule became true, only what followed; the replay accepts exactly what can have followed.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class _Replay:
         self._paradigm = paradigm
         self._assignments = assignments
         self._allocator = assignments.allocator
-        self._finished = recount.finished
+        self._finished, self._continues = recount.finished, recount.continues
         applied = recount.pushes["seq"][recount.pushes["outcome"] == Outcome.APPLIED]
         self._last_applied = int(applied.max(initial=0))
         self._updates = [int(n) for n in recount.updates["n_contributions"]]
@@ -171,6 +171,8 @@ class _Replay:
         can_stop = False
         for action in self._actions(event):
             match action:
+                case Apply() if can_stop and self._version == len(self._updates):
+                    self._stopping = True  # by the update before it in this answer
                 case Apply(workers):
                     self._apply(event, workers)
                     can_stop = True
@@ -286,9 +288,9 @@ class _Replay:
         extra = len(self._updates) - self._version
         if extra > (0 if self._finished else 1):
             raise _Differs("updates", f"version {self._version + 1} is recorded, but the replay does not make it")
-        # Pending contributions are dropped, unless the trace ends within the rows of their update.
+        # Pending contributions are dropped, unless the trace ends within the rows of their update, or before it.
         for push in [*self._accumulated, *self._pending.values()]:
-            if push["outcome"] == Outcome.APPLIED and not extra:
+            if push["outcome"] == Outcome.APPLIED and not (extra or self._continues):
                 raise _Differs("updates", f"the push of seq {push['seq']} is applied, the replay never applies it")
 
 

@@ -2,8 +2,8 @@
 
 The trace of an unfinished run ends at an arbitrary point. Its tables end together, but a push gets its row only
 when it is applied or dropped. Contributions that were pending at the end are therefore missing, and the rows that
-follow them cannot be interpreted. The counts stop at the first missing `seq`; `invariants` checks that the rest is
-the end of the trace and not a gap.
+follow them cannot be interpreted (these may be many where a push waits while others are applied). The counts stop at
+the first missing `seq`; `invariants` checks that the rest is the end of the trace and not a gap.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ class Recount:
         As in the trace.
     horizon
         First missing `seq`; NEVER in a finished trace.
+    continues
+        True if an unfinished trace has later rows of workers that continued while a push waited to be applied. Its
+        updates and evaluations then are those before the horizon.
     grants_first
         True if a push is granted before the update that it takes part in. The grant then names the version from which
         that update starts, not the one that it makes.
@@ -52,6 +55,10 @@ class Recount:
             table[np.argsort(table["seq"], kind="stable")] for table in kept
         )
         self.updates, self.evaluations = tables["updates"], tables["evaluations"]
+        self.continues = trace.job.paradigm.applies_at_release and self.horizon <= int(self.seqs.max(initial=0))
+        if self.continues:  # where each update is of one push
+            self.updates = self.updates[: len(self.applied)]
+            self.evaluations = self.evaluations[self.evaluations["version"] <= len(self.updates)]
 
     # ---- events ----------------------------------------------------------------------------------------------------
 
@@ -225,9 +232,35 @@ class Recount:
     # ---- versions --------------------------------------------------------------------------------------------------
 
     @cached_property
+    def applied_after(self) -> Rows:
+        """`seq` of the row after which each push is applied, if it is: its own, or the one before a later grant.
+
+        Where pushes are applied when their workers are released, it is the row before a blocked worker's grant, or that
+        of its departure. In an unfinished trace that grant may be missing at the end, or come after the horizon. Shape
+        (n_pushes,).
+        """
+        own, grant, event = self.pushes["seq"], self.push_grant, self.push_event
+        if not self.job.paradigm.applies_at_release:
+            return own
+        last, last_seq = len(self.events) - 1, int(self.seqs.max(initial=0))
+        departure = np.minimum(self.left_after(self.pushes["worker"], event), len(self.events))
+        released = np.append(self.grants["seq"] - 1, NEVER)[grant]
+        released = np.where(grant >= 0, released, np.append(self.events["seq"], last_seq)[departure])
+        at_once = np.append(self.grant_event, NEVER if self.continues else last)[grant] == event  # -1: no grant
+        return np.where(at_once, own, released)
+
+    @cached_property
     def applied(self) -> Rows:
         """Rows in `pushes` of applied contributions, in the order in which updates consume them."""
-        return np.flatnonzero(self.pushes["outcome"] == Outcome.APPLIED)
+        rows = np.flatnonzero((self.pushes["outcome"] == Outcome.APPLIED) & (self.applied_after < self.horizon))
+        return rows[np.argsort(self.applied_after[rows], kind="stable")]
+
+    @cached_property
+    def settled(self) -> Rows:
+        """Pushes that are dropped, or applied before the horizon, bool of shape (n_pushes,)."""
+        settled = self.pushes["outcome"] == Outcome.DROPPED
+        settled[self.applied] = True
+        return settled
 
     @cached_property
     def applied_version(self) -> Rows:
@@ -269,6 +302,8 @@ class Recount:
         contributions that could still have come. Where contributors wait for the update, their grants tell the event.
         """
         paradigm, last = self.job.paradigm, self._last
+        if paradigm.applies_at_release:
+            return self.event_at(self.update_seq + 1)
         event = self.push_event[self.applied[last]].astype(np.int64)
         if paradigm.waits_for_update:
             return self._event_of_grants(event)
@@ -335,8 +370,11 @@ class Recount:
     def update_seq(self) -> Rows:
         """`seq` of the row in whose answer each complete update was made, shape (n_complete_updates,); or NEVER.
 
-        The row is an event, or a time that elapsed (a row of /decisions).
+        The row is an event, or a time that elapsed (a row of /decisions). Where an answer may make several updates, it
+        is the row after which each is made.
         """
+        if self.job.paradigm.applies_at_release:
+            return self.applied_after[self.applied[self._last]]
         made = np.append(self.events["seq"], NEVER)[np.minimum(self.update_event, len(self.events))]
         rows = self.decisions[self.decisions["controller"] == ELAPSED.encode()]
         update = np.searchsorted(self.complete_seq, rows["seq"]) - 1  # the latest whose contributions are all there

@@ -374,6 +374,8 @@ class Coordinator(Stateful):
             match action:
                 case Grant():
                     commands.append(self._grant(now_s, action, Release.OWN if action.worker == awaits else seq))
+                case Apply() if self.stopping:
+                    pass  # an update before it has ended the run: the contributions are dropped at its end
                 case Apply(workers, weights):
                     commands.append(self._update(now_s, workers, weights or (1.0,) * len(workers)))
                 case Accumulate(worker, weight):

@@ -7,7 +7,8 @@ that each worker sends are chosen so that all workers are expected to take the s
     profile  each push is of one step, no worker blocks. Steps, pulls, pushes and compressions are timed.
     coarse   (AHL) H for `steps_coarse` and R for `ratio_coarse`, no worker blocks
     fine     (SHL) H for `steps_fine` and R for `ratio_fine`; a worker that, since the stage began, has committed more
-             than `staleness` times more often than the slowest blocks until the slowest has caught up
+             than `staleness` times more often than the slowest blocks until the slowest has caught up; its commit is
+             applied on arrival or, with commit = "after_gate", when it is released
 
 Notes
 -----
@@ -16,7 +17,8 @@ Where the paper (Algorithm 3) leaves it open, a letter in this file marks the br
     a  the loss is a moving average over commits, 0.9 of the old value and 0.1 of the newest; losses that are not finite
        are ignored, so a run without losses stays coarse
     b  the switch to fine is final, so that an average near the limit does not switch back and forth
-    c  a commit counts D at the time that it is applied, whatever stage its steps were granted in
+    c  a commit counts D at the time that it is applied, whatever stage its steps were granted in; one that is kept back
+       counts for the gate and is measured on arrival
     d  a commit counts for the gate of the fine stage if its worker began it there: a worker may still be in its coarse
        round at the switch, and the others wait for that round and the next
     e  a profiled worker continues as before until all are profiled; the newest pushes are measured
@@ -28,7 +30,9 @@ Where the paper (Algorithm 3) leaves it open, a letter in this file marks the br
     i  with loss = "evaluation" the loss is that of the servers' model on held-out data, as evaluated latest since the
        coarse stage began; a plateau is one over CHECKS evaluations, and the fine stage begins when an evaluation ends
     j  in lines 4 to 11 a worker of the fine stage that is too far ahead waits, and only then its commit is applied and
-       sent. Here the commit is applied at once and its grant waits, so that others read it earlier than there
+       sent: commit = "after_gate". With "on_arrival" the commit is applied at once and only the grant waits, so that
+       others read it earlier than there
+    k  a worker that leaves waits no more: its commit is applied at once, with the D from before
 
 References
 ----------
@@ -59,6 +63,7 @@ from hpcsync.planning.local_steps import INDEXED, WorkerProfile, local_steps, ra
 PROFILE, COARSE, FINE = 0, 1, 2  # stages
 SHARES = ("data", "equal")
 LOSSES = ("commits", "evaluation")
+COMMITS = ("on_arrival", "after_gate")
 
 LOSS_BETA = 0.1  # weight of the newest commit in the loss
 CHECKS = 5  # length of a plateau in checks of the loss, one check per n_workers commits or per evaluation
@@ -92,6 +97,8 @@ class ASHL(Paradigm):
     share
         Weight of a commit. "data": D, the worker's share of the samples according to its H. "equal": one over the
         number of active workers, as always in the profile.
+    commit
+        When the commit of a worker that blocks is applied (j): "on_arrival", or "after_gate", right before its grant.
     warmup
         Number of first pushes of each worker that are not measured.
     profiled
@@ -104,6 +111,8 @@ class ASHL(Paradigm):
     then for each active worker "local-steps" (H), "share" (weight of a commit) and, with ratios, "ratio" (R). H and R
     come with the median seconds that they were chosen from, 0 where nothing was measured. Later, a departure adds rows
     "share", and a join adds rows of all three.
+
+    With commit = "after_gate" each release is an update and a grant, so that a push may be answered by several updates.
     """
 
     name = "ashl"
@@ -141,6 +150,7 @@ class ASHL(Paradigm):
         plateau: float = 0.01,
         loss: str = "commits",
         share: str = "data",
+        commit: str = "on_arrival",
         warmup: int = 10,
         profiled: int = 20,
     ) -> None:
@@ -170,12 +180,15 @@ class ASHL(Paradigm):
             raise ValueError(f"loss must be one of {', '.join(LOSSES)}, got {loss!r}")
         if share not in SHARES:
             raise ValueError(f"share must be one of {', '.join(SHARES)}, got {share!r}")
+        if commit not in COMMITS:
+            raise ValueError(f"commit must be one of {', '.join(COMMITS)}, got {commit!r}")
         self.stage = PROFILE
         self._presets = {COARSE: (steps_coarse, ratio_coarse), FINE: (steps_fine, ratio_fine)}
         self._loss_preset = loss_preset
         self._plateau = plateau
         self.uses_evaluations = loss == "evaluation"
         self._by_data = share == "data"
+        self._after_gate = commit == "after_gate"
         self._warmup = warmup
         self._profiled = profiled
         # The newest measurements of each worker.
@@ -189,7 +202,7 @@ class ASHL(Paradigm):
         self._loss = math.nan
         self._commits = 0  # since the last check
         self._checked: deque[float] = deque(maxlen=CHECKS + 1)
-        self._begun: set[int] = set()  # workers with a grant of the fine stage
+        self._begun: set[int] = set()  # workers with a grant of the fine stage since they are there
         self._fine = WorkerCounts(n_workers)  # commits of these grants
         self._gate = Gate(self._fine, staleness)
 
@@ -228,19 +241,20 @@ class ASHL(Paradigm):
             self._observe_loss(event.loss)
         if worker in self._begun:  # (d)
             self._fine.push(worker)
-        rows = self._advance(worker)
-        # (j) The commit of a worker that blocks is applied, too.
-        return [Apply((worker,), (share,)), *rows, *self._answer(worker), *self._gate.release(self._continue)]
+        rows, answer = self._advance(worker), self._answer(worker)
+        waits = self._after_gate and not answer  # (j)
+        return [*([] if waits else [Apply((worker,), (share,))]), *rows, *answer, *self._release()]
 
     def _left(self, worker: int) -> list[Action]:
         self._fine.leave(worker)
-        self._gate.leave(worker)
+        kept = self._kept(worker) if self._gate.leave(worker) else []  # (k)
+        self._begun.discard(worker)
         for plan in (self._steps, self._shares, self._ratios):
             plan.pop(worker, None)
         if not self._progress.active:
-            return []
+            return [*kept]
         rows = self._advance(worker) if self.stage == PROFILE else self._share()  # (g)
-        return [*rows, *self._gate.release(self._continue)]
+        return [*kept, *rows, *self._release()]
 
     def _joined(self, worker: int) -> list[Action]:
         self._fine.join(worker)
@@ -262,6 +276,18 @@ class ASHL(Paradigm):
         self._block(worker)
         self._gate.block(worker)
         return []
+
+    def _release(self) -> list[Action]:
+        """Answer the workers that the gate lets pass now."""
+        return [action for actions in self._gate.release(self._let_pass) for action in actions]
+
+    def _let_pass(self, worker: int) -> list[Action]:
+        """Apply the commit of a blocked worker, if it is kept back, and grant it."""
+        return [*self._kept(worker), self._continue(worker)]
+
+    def _kept(self, worker: int) -> list[Apply]:
+        """Return the update with the commit of a blocked worker that is kept back; none if it blocks since a join."""
+        return [Apply((worker,), (self._shares[worker],))] if self._after_gate and worker in self._begun else []
 
     def _continue(self, worker: int) -> Grant:
         if self.stage == PROFILE:
@@ -402,6 +428,8 @@ class AshlOptions(ParadigmOptions):
         Loss for the switch: the average of commits, or the latest evaluation of the servers' model.
     share
         Weight of a commit: its share of the data, or 1 / workers.
+    commit
+        When the commit of a worker that waits is applied: on arrival, or after the wait.
     warmup
         Pushes of each worker before the profile.
     profiled
@@ -418,6 +446,7 @@ class AshlOptions(ParadigmOptions):
     plateau: Annotated[float, Gt(0), Lt(1)] = 0.01
     loss: Literal["commits", "evaluation"] = "commits"
     share: Literal["data", "equal"] = "data"
+    commit: Literal["on_arrival", "after_gate"] = "on_arrival"
     warmup: Whole = 10
     profiled: Annotated[int, Ge(2)] = 20
 
@@ -445,6 +474,11 @@ class AshlOptions(ParadigmOptions):
         return self.loss == "evaluation"
 
     @property
+    def applies_at_release(self) -> bool:
+        """True if the push of a blocked worker is an update of its own, made when the worker is released."""
+        return self.commit == "after_gate"
+
+    @property
     def bound(self) -> str:
         """Description of the synchronisation, for messages."""
         return f"in the fine stage a worker more than {self.staleness} pushes ahead of the slowest waits for it"
@@ -461,6 +495,7 @@ class AshlOptions(ParadigmOptions):
         until = until or f"improves by less than {100 * self.plateau:g} % over five {over}"
         loss = "evaluated loss" if self.uses_evaluations else "average loss"
         ahead = f"no worker starts more than {self.staleness} pushes ahead of the slowest"
+        ahead += "; a push that is farther ahead is applied after its worker's wait" * self.applies_at_release
         return [
             (
                 "initial pushes",

@@ -261,6 +261,11 @@ class ParadigmOptions:
         return False
 
     @property
+    def applies_at_release(self) -> bool:
+        """True if the push of a blocked worker is an update of its own, made when the worker is released."""
+        return False
+
+    @property
     def needs_all(self) -> bool:
         """True if the run can be resumed only with all of its workers."""
         return False

@@ -13,10 +13,12 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Collection
+from typing import TypeVar
 
-from hpcsync.paradigms.records import Grant
 from hpcsync.planning.checks import is_whole
 from hpcsync.state import Stateful
+
+Answer = TypeVar("Answer")
 
 
 class WorkerCounts(Stateful):
@@ -164,28 +166,30 @@ class Gate(Stateful):
         """Add the worker to the queue of blocked workers."""
         heapq.heappush(self._blocked, (self._progress.iters[worker], worker))
 
-    def leave(self, worker: int) -> None:
-        """Remove the worker from the queue if it is in it."""
+    def leave(self, worker: int) -> bool:
+        """Remove the worker from the queue; return whether it was in it."""
+        n_blocked = len(self._blocked)
         self._blocked = [entry for entry in self._blocked if entry[1] != worker]
         heapq.heapify(self._blocked)
+        return len(self._blocked) < n_blocked
 
-    def release(self, grant: Callable[[int], Grant]) -> list[Grant]:
-        """Grant the blocked workers that may continue now.
+    def release(self, answer: Callable[[int], Answer]) -> list[Answer]:
+        """Release the blocked workers that may continue now.
 
         Parameters
         ----------
-        grant
-            Returns the grant of a worker.
+        answer
+            Returns what a worker is answered: its grant, possibly with other actions.
 
         Returns
         -------
-        list of Grant
+        list
             Least advanced worker first, ties in worker order.
         """
-        queue, progress, grants = self._blocked, self._progress, []
+        queue, progress, answers = self._blocked, self._progress, []
         while queue and queue[0][0] - progress.min_iters <= self.staleness:
-            grants.append(grant(heapq.heappop(queue)[1]))
-        return grants
+            answers.append(answer(heapq.heappop(queue)[1]))
+        return answers
 
     def check(self, blocked: Collection[int], start_gap_max: float) -> None:
         """Assert that the queue holds exactly the blocked workers, that none is blocked without need, and the bounds.

@@ -443,6 +443,13 @@ def cases() -> dict[str, Case]:
         lambda: coordinate(evaluated_adsp, create_paradigm(evaluated_adsp), Recorder()),
         play_coordinator,
     )
+    gate = {**PARADIGMS["ashl"], "staleness": 0, "commit": "after_gate"}
+    found["paradigm ashl after the gate"] = lambda: create("ashl", N, **gate), play_paradigm
+    behind = job({"name": "ashl", **gate})
+    found["coordinator ashl after the gate"] = (
+        lambda: coordinate(behind, create_paradigm(behind), Recorder()),
+        play_coordinator,
+    )
     found["sync-switch by samples"] = lambda: create("sync-switch", N, samples=60), play_paradigm
     found["sync-switch by loss"] = lambda: create("sync-switch", N, plateau=0.5, window=2), play_paradigm
     allocated = job({"name": "asp"}, batches=ALLOCATED)

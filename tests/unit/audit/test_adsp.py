@@ -11,8 +11,23 @@ from hpcsync.audit.bounds import check_bounds
 from hpcsync.audit.compression import check_payloads
 from hpcsync.audit.server_recount import Recount
 from hpcsync.audit.trace_audit import audit
+from hpcsync.paradigms import Apply, Drop
+from hpcsync.paradigms.ashl import ASHL as ASHLPolicy
 from tests.unit.audit.test_bounds import delay_grant
-from tests.unit.trace.recorder import ASHL, TOP_K, edit, job_of, record, with_job, with_rows, with_status
+from tests.unit.recorder import Recorder
+from tests.unit.trace import recorder
+from tests.unit.trace.recorder import (
+    ASHL,
+    PARADIGMS,
+    TOP_K,
+    as_trace,
+    edit,
+    job_of,
+    record,
+    with_job,
+    with_rows,
+    with_status,
+)
 
 FIXED = 'name = "adsp"\ncheck_period_s = 12\ninterval_min_s = 2\ncommits = 3'
 SEARCHING = 'name = "adsp"\ncheck_period_s = 3\ninterval_min_s = 0.5\nsearch_every_s = 10'
@@ -153,6 +168,97 @@ def test_a_worker_that_leaves_may_have_made_fewer_steps(ashl):
 
 def test_a_blocked_worker_in_the_profile_stage(ashl):
     assert "no worker is blocked before the fine stage" in failing(delay_grant(ashl, worker=0, iteration=2))
+
+
+# ---- ASHL: commits that wait ----
+
+AT_ONCE, GATE = "commits are applied on arrival", "commits are applied once the gate is open"
+AFTER_GATE = PARADIGMS["ashl-after-gate"]
+ON_ARRIVAL = AFTER_GATE.replace("after_gate", "on_arrival")
+
+
+class WithTheNextPush(ASHLPolicy):
+    """Applies what is kept back with the next push, before its worker may continue; nobody waits longer or less."""
+
+    def _pushed(self, event):
+        blocked = set(self._blocked_since_s)
+        soon = [action for worker in sorted(blocked) for action in self._kept(worker)]
+        self._begun -= blocked
+        return [*soon, *super()._pushed(event)]
+
+
+class AfterItsGrant(ASHLPolicy):
+    """Applies what was kept back after the grant of its worker, which reads the weights without it."""
+
+    def _release(self):
+        return sorted(super()._release(), key=lambda action: isinstance(action, Apply))
+
+
+class Dropping(ASHLPolicy):
+    """Drops what it should apply after the gate."""
+
+    def _kept(self, worker):
+        return [Drop(worker) for _ in super()._kept(worker)]
+
+
+def record_with(monkeypatch, policy, **how):
+    monkeypatch.setattr(recorder, "create_paradigm", lambda job: policy(job.cluster.workers, **job.paradigm_options))
+    return record(AFTER_GATE, jitter=0.3, updates=90, **how)
+
+
+CHANGES = [(40.0, 0), (60.0, 0), (61.3, 2), (70.0, 2)]
+
+
+@pytest.mark.parametrize("how", [{}, {"leave": {1: 18}}, {"changes": CHANGES}], ids=["", "leave", "join"])
+def test_traces_of_commits_that_wait_pass(how):
+    trace = record("ashl-after-gate", jitter=0.3, updates=90, **how)
+    assert failing(trace, lambda recount: audit(trace)) == set()
+    recount = Recount(trace)
+    assert (recount.applied_after != trace.tables["pushes"]["seq"]).sum() > 9
+
+
+def test_a_commit_that_is_not_applied_when_it_may_is_found(monkeypatch):
+    late, early = record("ashl-after-gate", jitter=0.3), record(ON_ARRIVAL, jitter=0.3)
+    assert GATE in failing(with_job(early, AFTER_GATE))
+    assert failing(with_job(late, ON_ARRIVAL)) == {AT_ONCE}
+    assert failing(record_with(monkeypatch, ASHLPolicy)) == set()
+    assert GATE in failing(record_with(monkeypatch, WithTheNextPush))
+    assert GATE in failing(record_with(monkeypatch, Dropping))
+    trace = record_with(monkeypatch, AfterItsGrant)
+    assert "each grant names the current version" in failing(trace, lambda recount: audit(trace))
+
+
+def test_a_departed_worker_s_commit_must_be_applied_at_its_departure(monkeypatch):
+    """Worker 0 dies while its commit is kept back; with none made of it, the audit fails."""
+
+    class Forgetting(ASHLPolicy):
+        def _left(self, worker):
+            self._begun.discard(worker)
+            return super()._left(worker)
+
+    sound = record_with(monkeypatch, ASHLPolicy)
+    pushes = sound.tables["pushes"]
+    row = np.flatnonzero((Recount(sound).applied_after != pushes["seq"]) & (pushes["worker"] == 0))[3]
+    die = [(pushes["now_s"][row] + 1e-6, 0)]
+    trace = record_with(monkeypatch, ASHLPolicy, changes=die)
+    assert failing(trace, lambda recount: audit(trace)) == set()
+    assert Recount(trace).applied_after[row] == trace.tables["membership"]["seq"][0]
+    assert GATE in failing(record_with(monkeypatch, Forgetting, changes=die))
+
+
+def test_unfinished_traces_of_commits_that_wait():
+    """They may end at any row. A row too few before is found."""
+    job, rows = job_of("ashl-after-gate", updates=90), Recorder()
+    fields = recorder.play(job, rows, (1.0, 1.3, 2.1), jitter=0.3)
+    continues = 0
+    for n in range(200, len(rows.rows), 3):
+        cut = as_trace(job, rows.rows[:n], fields, status="failed")
+        assert failing(cut, lambda recount, cut=cut: audit(cut)) == set(), n
+        continues += Recount(cut).continues
+    assert continues > 9
+    pushes = cut.tables["pushes"]
+    fewer = with_rows(cut, "pushes", np.delete(pushes, len(pushes) // 2))
+    assert "seq numbers each row once" in failing(fewer, lambda recount: audit(fewer))
 
 
 def test_the_algorithms_by_hand():

@@ -23,6 +23,7 @@ from tests.unit.trace.recorder import (
 WEIGHTS = "weights follow from batch sizes"
 OF_COMMITS = {
     "ashl": "the weight of a commit is its share",
+    "ashl-after-gate": "the weight of a commit is its share",
     "adsp": "each commit has weight 1 / n_workers",
     "async-diloco": "weights are shares of the update's samples",
 }

@@ -206,6 +206,12 @@ def test_the_coarse_stage_may_end_at_a_loss() -> None:
     assert shown["coarse stage"].endswith("; until the average loss is 0.25")
 
 
+@pytest.mark.parametrize(("commit", "waits"), [("on_arrival", False), ("after_gate", True)])
+def test_pushes_may_be_applied_after_the_wait(commit: str, waits: bool) -> None:
+    shown = dict(rows(job({"name": "ashl", "commit": commit})))
+    assert shown["fine stage"].endswith("; a push that is farther ahead is applied after its worker's wait") == waits
+
+
 def test_a_fixed_share_of_the_time_is_shown() -> None:
     shown = rows(job({"name": "asp"}, cluster={"compute": {**CONSTANT, "fixed_share": 0.3}}))
     assert dict(shown)["iterations take"] == (

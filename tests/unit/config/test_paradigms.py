@@ -101,6 +101,7 @@ def test_ashl_s_defaults() -> None:
         "plateau": 0.01,
         "loss": "commits",
         "share": "data",
+        "commit": "on_arrival",
         "warmup": 10,
         "profiled": 20,
     }
@@ -259,13 +260,15 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
     ("ashl", {"plateau": 0}, "paradigm.plateau = 0: must be greater than 0"),
     ("ashl", {"plateau": 1}, "paradigm.plateau = 1: must be less than 1"),
     ("ashl", {"share": "all"}, "paradigm.share = \"all\": must be 'data' or 'equal'"),
+    ("ashl", {"commit": "later"}, "paradigm.commit = \"later\": must be 'on_arrival' or 'after_gate'"),
     ("ashl", {"warmup": -1}, "paradigm.warmup = -1: must be at least 0"),
     ("ashl", {"profiled": 1}, "paradigm.profiled = 1: must be at least 2"),
     (
         "ashl",
         {"step_coarse": 3},
         "paradigm.step_coarse = 3: unknown key; must be one of name, steps_coarse, steps_fine, staleness, "
-        "ratio_coarse, ratio_fine, loss_preset, plateau, loss, share, warmup, profiled; did you mean steps_coarse?",
+        "ratio_coarse, ratio_fine, loss_preset, plateau, loss, share, commit, warmup, profiled; did you mean "
+        "steps_coarse?",
     ),
     ("adsp", {"check_period_s": 0}, "paradigm.check_period_s = 0: must be greater than 0"),
     ("adsp", {"interval_min_s": 0}, "paradigm.interval_min_s = 0: must be greater than 0"),

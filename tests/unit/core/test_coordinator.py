@@ -418,6 +418,26 @@ def test_where_grants_come_first_the_last_update_is_noticed_with_the_next_contri
     assert column(run.trace["pushes"], "outcome") == [Outcome.APPLIED] * 4 + [Outcome.DROPPED] * 2
 
 
+@pytest.mark.parametrize("updates", [7, 8])
+def test_what_the_gate_of_ashl_keeps_back_is_an_update_of_its_own_unless_one_before_ends_the_run(updates):
+    """After four pushes of the profile and one of each worker in the coarse stage, worker 0's waits for worker 1's."""
+    options = {"warmup": 0, "profiled": 2, "ratio_coarse": None, "ratio_fine": None, "loss_preset": 2.0}
+    run = Run("ashl", 2, {"updates": updates}, **options, staleness=0, commit="after_gate")
+    for now_s, worker in enumerate((0, 1, 0, 1, 0, 0, 1)):
+        commands = run.push(float(now_s), worker)
+        assert bool(commands) == (now_s != 5), "only the gate keeps a push back"
+    assert run.coordinator.is_pending(0) and run.coordinator.version == 6
+    made = [command.workers for command in run.push(7.0, 1) if isinstance(command, UpdateCommand)]
+    assert made == [(1,), (0,)][: updates - 6]
+    assert run.coordinator.version == updates and run.stopped >= {0}
+    run.coordinator.close()
+    kept = [row for row in run.trace["pushes"] if row["worker"] == 0 and row["iteration"] == 4]
+    assert column(kept, "outcome", "staleness") == [
+        (Outcome.DROPPED, 2) if updates == 7 else (Outcome.APPLIED, 2),
+    ]
+    assert column(run.trace["grants"][-2:], "worker", "version") == [(1, 7), (0, updates)]
+
+
 def test_the_rate_of_an_update_is_the_learning_rate_or_how_far_the_centre_moves():
     for paradigm, rate in (({"name": "bsp"}, 0.1), ({"name": "easgd"}, 0.45), ({"name": "easgd", "alpha": 0.2}, 0.2)):
         job, trace = make_job(paradigm=paradigm, cluster={"workers": 2}), Recorder()

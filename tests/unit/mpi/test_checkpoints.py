@@ -18,12 +18,14 @@ from hpcsync.config.job import Job
 from hpcsync.core.coordinator import Coordinator
 from hpcsync.mpi.rank0.checkpointing import Checkpointer
 from hpcsync.mpi.server.leader import Leader
+from hpcsync.mpi.server.shard import Shard
 from hpcsync.run_dir import checkpoint, layout
 from hpcsync.run_dir.checkpoint_files import read_manifest, read_part
 from hpcsync.trace.reader import load
 from hpcsync.trace.schema import Change
 from hpcsync.training import rng_state, update_rules
 from tests.mpi.training import failures, on_some, resume_run
+from tests.plain import committed
 
 SGD = {"name": "sgd", "lr": 0.05, "momentum": 0.9}
 NESTEROV = {"name": "sgd", "lr": 0.02, "momentum": 0.9, "nesterov": True}
@@ -142,6 +144,52 @@ def test_a_contribution_that_waits_for_others_is_saved(comm, only, folder, monke
     weights, resumed = both(comm, job("bsp", comm.size - 1), folder)
     if comm.rank == 0:
         assert forgets != (weights == resumed).all()
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("n_fewer", [0, 1], ids=["all", "without-the-fastest"])
+@pytest.mark.parametrize("forgets", [False, True], ids=["", "without-contribution"])
+def test_a_commit_that_the_gate_keeps_back_is_saved(comm, only, folder, monkeypatch, n_fewer, forgets):
+    """The first checkpoint is made while the last worker's commit waits; plain torch obtains the weights by the trace.
+
+    If that worker is then absent, its commit is applied as it leaves.
+    """
+    only(5)
+    gate = {"name": "ashl", "staleness": 0, "commit": "after_gate"}
+    short = {"warmup": 0, "profiled": 2, "steps_coarse": 1, "loss_preset": 1e9}
+    workers, last = comm.size - 1, comm.size - 2
+    cluster = {
+        "servers": 1,
+        "workers": workers,
+        "compute": {"model": "constant", "seconds": [0.006] * last + [0.002]},
+        "workers_min": last,
+    }
+    tables = {"cluster": cluster, "checkpoint": {"updates": 999, "keep": 9}, "stop": {"updates": 60}}
+    given = job("ashl", workers, optimizer={"name": "sgd", "lr": 0.05}, **tables)
+    this = Job.from_table({**given.model_dump(exclude_none=True), "paradigm": gate | short})
+    handle = Leader._handle
+
+    def asking(self: Leader, now_s: float, record: tuple[Any, ...]) -> None:
+        handle(self, now_s, record)
+        if self._coordinator.is_pending(last) and self._saver.number == 0:
+            self._saver.ask(suspending=False)
+
+    monkeypatch.setattr(Leader, "_handle", asking)
+    on_some(comm, this, folder / "a")
+    if comm.rank == 0:
+        assert last in read_part(checkpoint.newest(folder / "a"), "server-0")["kept"]
+    if forgets:
+        monkeypatch.setattr(Shard, "_restore_slots", lambda self, workers, saved: None)
+    torn = killed(comm, folder / "a")
+    there = comm.Split(0 if comm.rank < comm.size - n_fewer else MPI.UNDEFINED)
+    if there != MPI.COMM_NULL:
+        weights = resume_run(there, this, torn).flat.weights.cpu().numpy()
+        if comm.rank == 0:
+            trace = load(torn / "trace.h5")
+            assert failures(torn / "trace.h5") == []
+            assert forgets != np.allclose(weights, committed(this, trace), rtol=1e-9, atol=1e-12)
+        there.Free()
+    comm.Barrier()
 
 
 def script(comm: MPI.Intracomm, out: Path, paradigm: str, *, resume: bool = False) -> torch.Tensor:

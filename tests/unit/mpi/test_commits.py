@@ -21,6 +21,7 @@ SGD = {"name": "sgd", "lr": 0.05}
 NESTEROV = {"name": "sgd", "lr": 0.02, "momentum": 0.9, "nesterov": True}
 ADAM = {"name": "adam", "lr": 0.01}
 ASHL = {"name": "ashl", "warmup": 1, "profiled": 4, "steps_coarse": 3, "steps_fine": 2, "loss_preset": 1.5}
+AFTER_GATE = {**ASHL, "staleness": 0, "commit": "after_gate"}
 ADSP = {"name": "adsp", "check_period_s": 0.03, "interval_min_s": 0.005, "commits": 3}
 DILOCO = {"name": "async-diloco", "steps": 6, "quorum": 1, "grace_s": 0.004}
 
@@ -54,9 +55,9 @@ def job(
 
 
 @pytest.mark.parametrize("optimizer", [SGD, NESTEROV, ADAM], ids=["sgd", "nesterov", "adam"])
-@pytest.mark.parametrize("paradigm", [ASHL, ADSP, DILOCO], ids=["ashl", "adsp", "async-diloco"])
+@pytest.mark.parametrize("paradigm", [ASHL, AFTER_GATE, ADSP, DILOCO], ids=["ashl", "gate", "adsp", "async-diloco"])
 def test_the_weights_are_those_of_the_commits_in_the_trace(comm, needs, folder, paradigm, optimizer):
-    """Plain torch obtains the same from the commits, in their order of arrival. Another weight is the control."""
+    """Plain torch obtains the same from the commits, in the order of their versions. Another weight is the control."""
     needs(2)
     servers = 2 if comm.size > 3 else 1
     this = job(comm.size - servers, paradigm, optimizer, servers=servers)

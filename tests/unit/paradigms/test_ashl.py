@@ -380,6 +380,52 @@ def test_no_decisions_once_all_have_left(stage):
     assert actions == []
 
 
+# ---- commits of workers that wait ----
+
+
+def commits_and_grants(actions):
+    return [(type(action), getattr(action, "workers", getattr(action, "worker", None))) for action in actions]
+
+
+@pytest.mark.parametrize("commit", ["on_arrival", "after_gate"])
+def test_j_lines_4_to_11_of_algorithm_3(commit):
+    """Line 7: a worker that is too far ahead waits. Lines 9 to 11: only then is its commit applied, and sent."""
+    kept = commit == "after_gate"
+    driver = fine(2, staleness=0, commit=commit)
+    assert commits_and_grants(driver.push(0)) == ([] if kept else [(Apply, (0,))])
+    assert commits_and_grants(driver.push(1)) == [(Apply, (1,)), (Grant, 1)]
+    actions = commits_and_grants(driver.push(1))
+    assert actions == [(Apply, (1,)), (Grant, 1), *[(Apply, (0,))] * kept, (Grant, 0)]
+
+
+def test_k_a_worker_that_leaves_waits_no_more():
+    driver = fine(3, staleness=0, commit="after_gate")
+    driver.push(0)
+    share = driver.paradigm._shares[0]
+    commit, *others = driver.leave(0)
+    assert commit == Apply((0,), (share,))
+    assert rows(others, "share").keys() == {1, 2} and len(others) == 2
+    assert driver.join(0)[-1].controller == "ratio", "it is still ahead"
+    driver.rounds(1, workers=[1, 2])
+    assert commits_and_grants(driver.push(1)) == [], "it waits for worker 2, which counts from its next commit on"
+    assert commits_and_grants(driver.push(2)) == [(Apply, (2,)), (Grant, 2), (Grant, 0), (Apply, (1,)), (Grant, 1)]
+    driver = fine(3, staleness=0)
+    driver.push(0)
+    assert driver.leave(0)[0].controller == "share", "it has been applied"
+
+
+def test_c_a_commit_that_was_kept_back_counts_the_share_of_when_it_is_applied():
+    driver = fine(3, staleness=0, commit="after_gate")
+    before = driver.paradigm._shares[0]
+    driver.push(0)
+    driver.rounds(1, workers=[1])
+    driver.push(1)
+    *shares, first, _, second, _ = driver.leave(2)
+    after = rows(shares, "share")
+    assert (first, second) == (Apply((0,), (after[0],)), Apply((1,), (after[1],)))
+    assert after[0] != before
+
+
 # ---- weights of commits ----
 
 
@@ -421,8 +467,8 @@ def test_unknown_times_give_the_preset():
 # ---- whole schedules ----
 
 
-def commits_ahead(referee):
-    """Return the largest lead in commits, counted from the grants of the fine stage."""
+def commits_ahead(referee, *, applied=False):
+    """Return the largest lead in commits, counted from the grants of the fine stage, of all or when one is applied."""
     stage, begun, commits, active = PROFILE, set(), [0] * referee.n_workers, set(range(referee.n_workers))
     largest = 0
     for event, actions in referee.trace:
@@ -435,7 +481,9 @@ def commits_ahead(referee):
                 stage = action.chosen
             elif isinstance(action, Grant) and stage == FINE:
                 begun.add(action.worker)
-        largest = max([largest, *(commits[w] - min(commits[v] for v in active) for w in active)])
+        commit_of = {worker for action in actions if isinstance(action, Apply) for worker in action.workers}
+        leading = active & commit_of if applied else active
+        largest = max([largest, *(commits[w] - min(commits[v] for v in active) for w in leading)])
     return largest
 
 
@@ -449,6 +497,26 @@ def test_the_gate_bounds_how_far_commits_are_apart(schedule, staleness):
     assert commits_ahead(referee) <= staleness + 1
     stages = [a.chosen for a in referee.actions(Decision) if a.controller == "stage"]
     assert stages in ([], [COARSE], [COARSE, FINE])
+
+
+@PROPERTY
+@given(schedule=schedules(max_changes=4), staleness=st.sampled_from([0, 1, 3]))
+def test_who_waits_and_how_long_is_the_same_whenever_commits_are_applied(schedule, staleness):
+    readings = [
+        run(create("ashl", schedule.n_workers, staleness=staleness, commit=commit, **OPTIONS), schedule)
+        for commit in ("on_arrival", "after_gate")
+    ]
+    grants, commits = ([each.actions(kind) for each in readings] for kind in (Grant, Apply))
+    assert grants[0] == grants[1]
+    still_kept = len(readings[1].blocked_since_s)
+    assert 0 <= len(commits[0]) - len(commits[1]) <= still_kept
+
+
+@PROPERTY
+@given(schedule=schedules(), staleness=st.sampled_from([0, 1, 3]))
+def test_after_the_gate_no_commit_is_applied_that_is_too_far_ahead(schedule, staleness):
+    referee = run(create("ashl", schedule.n_workers, staleness=staleness, commit="after_gate", **OPTIONS), schedule)
+    assert commits_ahead(referee, applied=True) <= staleness
 
 
 class NoGate(ASHL):
@@ -485,6 +553,8 @@ UNEQUAL = fixed(1.0, 3.0, until_s=60.0)
 def test_the_bound_is_reached_and_a_missing_gate_is_seen():
     assert commits_ahead(run(ASHL(2, staleness=1, **OPTIONS), UNEQUAL)) == 2
     assert commits_ahead(run(NoGate(2, staleness=1, **OPTIONS), UNEQUAL, check=False)) > 10
+    at_once, kept = (run(ASHL(2, staleness=1, commit=c, **OPTIONS), UNEQUAL) for c in ("on_arrival", "after_gate"))
+    assert [commits_ahead(each, applied=True) for each in (at_once, kept)] == [2, 1]
     with pytest.raises(AssertionError, match="has started at lead 2"):
         run(NoGate(2, staleness=1, **OPTIONS), UNEQUAL)
 
@@ -552,6 +622,7 @@ def test_without_a_gate_and_a_preset_no_worker_blocks():
         ({"plateau": NAN}, "plateau .* got nan"),
         ({"loss": "global"}, "loss must be one of commits, evaluation, got 'global'"),
         ({"share": "half"}, "share must be one of data, equal, got 'half'"),
+        ({"commit": "later"}, "commit must be one of on_arrival, after_gate, got 'later'"),
         ({"warmup": -1}, "warmup must be an integer >= 0, got -1"),
         ({"profiled": 1}, "profiled must be an integer >= 2, got 1"),
     ],

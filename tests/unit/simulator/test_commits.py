@@ -23,6 +23,7 @@ SGD = {"name": "sgd", "lr": 0.05}
 NESTEROV = {"name": "sgd", "lr": 0.02, "momentum": 0.9, "nesterov": True}
 ADAM = {"name": "adam", "lr": 0.01}
 ASHL = {"name": "ashl", "warmup": 1, "profiled": 4, "steps_coarse": 3, "steps_fine": 2, "loss_preset": 1.5}
+AFTER_GATE = {**ASHL, "staleness": 0, "commit": "after_gate"}
 ADSP = {"name": "adsp", "check_period_s": 12, "interval_min_s": 0.5, "commits": 3}  # every 4 s, plus missing commits
 
 
@@ -33,7 +34,7 @@ def commits(trace: Trace, worker: int) -> list[tuple[int, float, float]]:
 
 
 @pytest.mark.parametrize("optimizer", [SGD, NESTEROV, ADAM], ids=["sgd", "nesterov", "adam"])
-@pytest.mark.parametrize("paradigm", [ASHL, ADSP], ids=["ashl", "adsp"])
+@pytest.mark.parametrize("paradigm", [ASHL, AFTER_GATE, ADSP], ids=["ashl", "after-gate", "adsp"])
 def test_the_weights_are_those_of_the_commits_in_the_trace(tmp_path, paradigm, optimizer):
     """Against plain torch; another weight is the control."""
     how = {"workload": LINEAR, "optimizer": optimizer, "paradigm": paradigm, "stop": {"updates": 40}}

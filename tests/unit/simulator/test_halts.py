@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from hpcsync.audit.server_recount import Recount
 from hpcsync.simulator.halts import Halts
 from hpcsync.simulator.run import Simulation
 from hpcsync.simulator.simulated_again import simulated_again
 from hpcsync.trace.reader import Trace
 from hpcsync.workloads.registry import build
+from tests.plain import committed
 from tests.unit.jobs import LINEAR, make_job
 from tests.unit.recorder import Recorder
 from tests.unit.simulator.running import PARADIGMS, TIMING, WITHOUT_SERVER, failed, simulate, timing_job
@@ -263,6 +265,26 @@ def test_weights_are_those_of_the_undisturbed_run(paradigm: dict[str, Any], tmp_
         return list(workload.model.parameters())
 
     assert all(map(torch.equal, weights(), weights(**cluster(die(9.3, 5.0), checkpoint_s=2.0))))
+
+
+def test_commits_that_wait_for_the_gate_are_applied_after_a_halt(tmp_path: Path) -> None:
+    """The weights are those of plain torch; that commits wait, and that the run halts and restarts, is the control."""
+    paradigm = {"name": "ashl", "warmup": 0, "profiled": 2, "steps_coarse": 1, "loss_preset": 1e9, "staleness": 0}
+    more = cluster(die(19.3, 5.0), checkpoint_s=2.0) | {"compute": {"model": "lognormal", "seconds": [1.0, 1.5, 1.2]}}
+    job = make_job(
+        workload=LINEAR,
+        optimizer={"name": "sgd", "lr": 0.05},
+        paradigm={**paradigm, "commit": "after_gate"},
+        stop={"updates": 60},
+        checkpoint={"seconds": 5.0},
+        cluster={"workers": 3} | more,
+    )
+    workload = build(job)
+    trace = simulate(job, tmp_path / "trace.h5", workload)
+    weights = torch.cat([each.detach().flatten() for each in workload.model.parameters()]).numpy()
+    assert failed(trace) == [] and len(trace.tables["starts"]) == 2
+    assert (Recount(trace).applied_after != trace.tables["pushes"]["seq"]).sum() > 9
+    assert np.allclose(weights, committed(job, trace), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("paradigm", EVERY, ids=names)

@@ -66,6 +66,19 @@ def test_a_run_with_joining_and_leaving_workers_audits(paradigm: dict[str, Any],
     )
 
 
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_commits_that_wait_for_the_gate_while_workers_leave_and_join(staleness: int, tmp_path: Path) -> None:
+    """With losses, so that the fine stage begins."""
+    paradigm = {"name": "ashl", "warmup": 0, "profiled": 2, "steps_coarse": 1, "loss_preset": 1e9}
+    later = [{"worker": worker, "at_s": at_s, "change": change} for worker, at_s, change in
+             ((0, 30.0, "leave"), (0, 38.0, "join"), (3, 41.0, "leave"), (3, 55.0, "join"))]  # fmt: skip
+    tables = {"workload": LINEAR, "optimizer": {"name": "sgd", "lr": 0.1}, "cluster": {"events": [*EVENTS, *later]}}
+    gated = {**paradigm, "staleness": staleness, "commit": "after_gate"}
+    trace = run(tmp_path / "a.h5", gated, **tables, stop={"seconds": 80.0}, evaluation={"every_samples": 40})
+    assert failed(trace) == []
+    assert (trace.tables["grants"]["held_s"] > 0).sum() > 9
+
+
 @pytest.mark.parametrize("paradigm", PARADIGMS[:8], ids=lambda p: "-".join(map(str, p.values())))
 def test_allocated_batches_are_divided_among_all_after_a_join(paradigm: dict[str, Any], tmp_path: Path) -> None:
     trace = run(tmp_path / "t.h5", paradigm, batches=BATCHES)
