@@ -108,8 +108,14 @@ def ashl(
     searches: Annotated[
         bool, typer.Option("--searches", help="ADSP by how it finds its commits, and ASHL beside each.")
     ] = False,
+    readings: Annotated[
+        bool, typer.Option("--readings", help="Both readings of when ASHL applies the commit of a worker that waits.")
+    ] = False,
 ) -> None:
     """ASHL (Shen et al., 2024) and ADSP (Hu, Wang and Wu, 2020)."""
+    if readings:
+        ashl_paper.reproduce_readings(out or Path("reproductions/ashl-readings"), seeds, processes, Console())
+        return
     if searches:
         ashl_paper.reproduce_searches(out or Path("reproductions/ashl-searches"), seeds, processes, Console())
         return

@@ -102,6 +102,28 @@ def test_searches_differ_in_how_commits_are_found():
     assert (evaluated.paradigm.commits, usual.paradigm.commits, one.paradigm.commits) == (None, None, 1)
 
 
+def test_readings_differ_in_when_commits_are_applied():
+    jobs = ashl.reading_jobs(2)
+    assert len(jobs) == 2 * len(ashl.READINGS) == 8
+    for bound in ashl.BOUNDS:
+        at_once, later = (
+            jobs[ashl.name_of(ashl.BASE, "main", f"ASHL, {commit}, staleness {bound}", SEED)]
+            for commit in ("on arrival", "after gate")
+        )
+        assert at_once.model_dump(exclude={"name", "paradigm"}) == later.model_dump(exclude={"name", "paradigm"})
+        assert {**at_once.paradigm.options, "commit": "after_gate"} == later.paradigm.options
+        assert (at_once.paradigm.commit, at_once.paradigm.staleness) == ("on_arrival", bound)
+
+
+def test_a_reading_that_takes_longer_is_told():
+    jobs = ashl.reading_jobs(1)
+    for ratio, verdict in ((1.0, "holds"), (1.5, "does not hold")):
+        frame = results(jobs, lambda arm, method, ratio=ratio: 10.0 * (ratio if "gate" in method else 1.0))
+        found = judged(ashl.reading_claims(), frame)
+        times = found[found["claim"].str.contains("/ with commits on arrival")]
+        assert len(times) == 4 and set(times["verdict"]) == {verdict} and times["mean"].to_list() == [ratio] * 4
+
+
 def test_ratios_are_those_of_the_slowest_and_the_fastest_link():
     rows = [(b"stage", 1.0), (b"ratio", 0.2), (b"ratio", 0.9), (b"ratio", 0.5), (b"stage", 2.0), (b"ratio", 1.0)]
     decisions = np.array(rows, [("controller", "S16"), ("chosen", "<f8")])
