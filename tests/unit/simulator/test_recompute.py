@@ -23,6 +23,7 @@ from tests.unit.jobs import make_job
 from tests.unit.simulator.running import PARADIGMS, WITHOUT_SERVER
 from tests.unit.trace.recorder import edit, with_rows
 
+FINE = {"name": "ashl", "warmup": 0, "profiled": 2, "steps_coarse": 1, "loss_preset": 1e9, "staleness": 0}
 SERVED: list[dict[str, Any]] = [
     *PARADIGMS,
     {"name": "asp", "compensation": "constant"},
@@ -33,6 +34,8 @@ SERVED: list[dict[str, Any]] = [
     {"name": "sync-switch", "share": 0.5, "then": {"name": "asp"}},
     {"name": "adsp", "check_period_s": 3.0, "interval_min_s": 0.5, "search_every_s": 10.0},
     {"name": "adsp", "check_period_s": 3.0, "interval_min_s": 0.5, "search_every_s": 10.0, "loss": "evaluation"},
+    {**FINE, "commit": "on_arrival"},
+    {**FINE, "commit": "after_gate"},
 ]
 IN_STEP = [
     each for each in WITHOUT_SERVER if each["name"] in ("allreduce", "local-sgd") or each.get("mode") == "permutation"
