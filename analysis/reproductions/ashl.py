@@ -127,7 +127,6 @@ EVERY, SMOOTHED = 400, 5  # samples from one evaluation to the next; evaluations
 SEARCHES = {
     "ADSP": METHODS["ADSP"],
     "ADSP, evaluated": adsp(loss="evaluation", loss_target=LOSSES[1]),
-    "ADSP, 1 commits": EXTRA["ADSP, 1 commits"],
     "ADSP, fixed": METHODS["ADSP, fixed"],
     "ASHL": METHODS["ASHL"],
 }
@@ -466,14 +465,12 @@ def searching_claims() -> list[Claim]:
             found.append(Claim(says, "", after_profile("ASHL", evaluated, setting, by), high=LESS))
             for other, of_other in (
                 ("ADSP", "with a search by commits"),
-                ("ADSP, 1 commits", "with one commit a period"),
                 ("ADSP, fixed", f"with {FIXED} commits a period"),
             ):
                 says = f"{words}, by the {by}: time of ADSP with a search by evaluations / {of_other}"
                 found.append(Claim(says, "", time_ratio(evaluated, other, setting, by=by)))
-        for method in ("ADSP", evaluated):
-            says = f"{words}: commits a period that {method} finds"
-            found.append(Claim(says, "", of("found", setting, "main", method), unit=" commits"))
+        says = f"{words}: commits a period that the search by evaluations finds"
+        found.append(Claim(says, "", of("found", setting, "main", evaluated), unit=" commits"))
     return found
 
 

@@ -93,13 +93,13 @@ def test_what_is_as_usual_is_run_once(jobs):
 def test_searches_differ_in_how_commits_are_found():
     jobs = ashl.searching_jobs(2)
     assert len(jobs) == 2 * len(ashl.SETTINGS) * len(ashl.SEARCHES)
-    evaluated, usual, one = (
-        jobs[ashl.name_of(ashl.BASE, "main", method, SEED)] for method in ("ADSP, evaluated", "ADSP", "ADSP, 1 commits")
+    evaluated, usual, given = (
+        jobs[ashl.name_of(ashl.BASE, "main", method, SEED)] for method in ("ADSP, evaluated", "ADSP", "ADSP, fixed")
     )
     same = {"name", "paradigm"}
-    assert evaluated.model_dump(exclude=same) == usual.model_dump(exclude=same) == one.model_dump(exclude=same)
+    assert evaluated.model_dump(exclude=same) == usual.model_dump(exclude=same) == given.model_dump(exclude=same)
     assert (evaluated.paradigm.loss, usual.paradigm.loss) == ("evaluation", "commits")
-    assert (evaluated.paradigm.commits, usual.paradigm.commits, one.paradigm.commits) == (None, None, 1)
+    assert (evaluated.paradigm.commits, usual.paradigm.commits, given.paradigm.commits) == (None, None, ashl.FIXED)
 
 
 def test_readings_differ_in_when_commits_are_applied():
