@@ -290,6 +290,7 @@ class Store(Stateful):
             for worker in read.workers:
                 self._pinned[worker] = buffer
                 self._serial[worker] += 1
+                self._done[worker] = self._serial[worker]  # only the correction needs it
 
     def _has_read(self, worker: int) -> None:
         """Complete a worker's last promise: its contribution computed from that version has arrived."""
