@@ -98,7 +98,7 @@ class Leader:
             chores_s = 0.0
             n_present = self._link.comm.size - self._link.roles.n_servers
             for worker in range(n_present, self._link.roles.n_workers):  # absent since this start
-                self._remove(self._link.clock.now(), worker)
+                self._remove(worker)
             while self._coordinator.active or self._shard.is_hiding:
                 self._shard.poll()
                 self._receive_norms()
@@ -116,7 +116,7 @@ class Leader:
                     self._do_chores(now_s)
                     chores_s = now_s
                 if push_info is None:
-                    self._remove_dead(now_s)
+                    self._remove_dead()
                     backoff.pause()
             while self._norm_parts:
                 self._receive_norms()
@@ -213,23 +213,23 @@ class Leader:
         roles = self._link.roles
         return [worker for rank in self._link.deaths.look() if (worker := roles.worker(rank)) not in self._dead]
 
-    def _remove_dead(self, now_s: float) -> None:
+    def _remove_dead(self) -> None:
         """Continue without the workers that died. Their earlier push infos count, unless a checkpoint deferred them."""
         for worker in self._newly_dead():
             rank = self._link.roles.rank_of(worker)
             if self._saver is not None and self._saver.holding:
                 self._saver.lost(rank)
             else:
-                self._remove(now_s, worker)
+                self._remove(worker)
                 ulfm.tell(rank)
 
-    def _remove(self, now_s: float, worker: int) -> None:
+    def _remove(self, worker: int) -> None:
         self._dead.add(worker)
         if self._saver is not None:
             self._saver.forget(worker)
         self._command([CommandRecord(messages.CommandKind.DISCARD, to(worker))])
         if worker in self._coordinator.active:
-            self._carry_out(self._coordinator.left(now_s, worker, Change.DIED))
+            self._carry_out(self._coordinator.left(self._link.clock.now(), worker, Change.DIED))
             if not (self._coordinator.active or self._coordinator.stopping):
                 raise RankFailed(f"rank {self._link.roles.rank_of(worker)} died, and no worker is left")
 
