@@ -109,10 +109,10 @@ class Simulation(ABC):
         if self._evaluating or self.coordinator.stopping:
             return
         judged, seconds = self._judge(version, samples, self._loop.now_s), self._job.evaluation.seconds
+        self._evaluating = True
         if seconds is None:
-            self._conclude(judged)
+            self._evaluation_ends(judged)
         else:
-            self._evaluating = True
             self._loop.after(seconds, self._evaluation_ends, judged)
 
     def _evaluation_ends(self, judged: Judged) -> None:

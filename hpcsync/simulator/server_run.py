@@ -327,9 +327,11 @@ class ServerSimulation(Simulation):
     def _judge(self, version: int, samples: int, now_s: float) -> Judged:
         return now_s, version, samples, *self._numerics.evaluate(self.coordinator.trained_by)
 
+    def _evaluation_ends(self, judged: Judged) -> None:
+        if not self._is_kept(self._evaluation_ends, judged):  # no other begins meanwhile, as on real ranks
+            super()._evaluation_ends(judged)
+
     def _conclude(self, judged: Judged) -> None:
-        if self._is_kept(self._conclude, judged):
-            return
         self._carry_out(self.coordinator.evaluated(*judged, known_s=self._loop.now_s))
         self._evaluate_if_wanted()
 

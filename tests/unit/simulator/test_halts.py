@@ -11,7 +11,8 @@ import torch
 
 from hpcsync.audit.server_recount import Recount
 from hpcsync.simulator.halts import Halts
-from hpcsync.simulator.run import Simulation
+from hpcsync.simulator.run import Judged, Simulation
+from hpcsync.simulator.server_run import ServerSimulation
 from hpcsync.simulator.simulated_again import simulated_again
 from hpcsync.trace.reader import Trace
 from hpcsync.workloads.registry import build
@@ -285,6 +286,45 @@ def test_commits_that_wait_for_the_gate_are_applied_after_a_halt(tmp_path: Path)
     assert failed(trace) == [] and len(trace.tables["starts"]) == 2
     assert (Recount(trace).applied_after != trace.tables["pushes"]["seq"]).sum() > 9
     assert np.allclose(weights, committed(job, trace), rtol=1e-9, atol=1e-12)
+
+
+class Hurried(ServerSimulation):
+    """Takes an evaluation to be over before a halt lets it be handled."""
+
+    def _evaluation_ends(self, judged: Judged) -> None:
+        self._evaluating = False
+        super()._evaluation_ends(judged)
+
+
+@pytest.mark.parametrize("simulation", [ServerSimulation, Hurried])
+def test_no_evaluation_begins_before_the_one_before_has_been_handled(
+    simulation: type[ServerSimulation], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on real ranks; evaluations take 3 s, and some end during a halt of 2 s."""
+    events: list[str] = []
+    judge, conclude = ServerSimulation._judge, ServerSimulation._conclude
+
+    class Observed(simulation):  # type: ignore[misc, valid-type]
+        def _judge(self, version: int, samples: int, now_s: float) -> Judged:
+            events.append("begin")
+            return judge(self, version, samples, now_s)
+
+        def _conclude(self, judged: Judged) -> None:
+            events.append("end")
+            conclude(self, judged)
+
+    monkeypatch.setattr("hpcsync.simulator.simulate.ServerSimulation", Observed)
+    job = make_job(
+        workload=LINEAR,
+        paradigm={"name": "asp"},
+        stop={"updates": 60},
+        evaluation={"every_samples": 20, "seconds": 3.0},
+        checkpoint={"seconds": 7.0},
+        cluster={"workers": 3, "checkpoint_s": 2.0, "compute": {"model": "constant", "seconds": [1.0, 3.0, 1.5]}},
+    )
+    assert failed(simulate(job, tmp_path / "trace.h5")) == []
+    assert len(events) > 9
+    assert (events == ["begin", "end"] * (len(events) // 2)) == (simulation is ServerSimulation)
 
 
 @pytest.mark.parametrize("paradigm", EVERY, ids=names)
