@@ -389,10 +389,8 @@ class EvaluatedADSP(ADSP):
         self._version, self._made_s = 0, 0.0  # of the servers' model, and when it was made
         self._wanted: int | None = 0  # version from which on an evaluation is wanted
         self._known = math.nan  # latest evaluated loss
-        self._search_s, self._trial_version = (
-            0.0,
-            0,
-        )  # start of the first trial; version at the start of the present one
+        self._search_s = 0.0  # start of the search's first trial
+        self._trial_version = 0  # at the start of the present trial
 
     @property
     def wants_evaluation(self) -> bool:

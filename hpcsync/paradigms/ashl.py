@@ -202,7 +202,7 @@ class ASHL(Paradigm):
         self._loss = math.nan
         self._commits = 0  # since the last check
         self._checked: deque[float] = deque(maxlen=CHECKS + 1)
-        self._begun: set[int] = set()  # workers with a grant of the fine stage since they are there
+        self._begun: set[int] = set()  # active workers with a grant of the fine stage since their latest join
         self._fine = WorkerCounts(n_workers)  # commits of these grants
         self._gate = Gate(self._fine, staleness)
 

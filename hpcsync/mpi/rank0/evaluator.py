@@ -1,8 +1,8 @@
 """Evaluation in the background: a thread with its own model and its own copy of the weights.
 
-No rank waits for an evaluation, unless its paradigm does: it reads one-sided, and the weights it reads are not
-overwritten meanwhile. An evaluation that becomes due while the previous one is running is skipped; one that the
-paradigm wants follows it.
+It reads one-sided, and the weights it reads are not overwritten meanwhile, so no rank waits for it, unless the paradigm
+blocks workers until it has ended. An evaluation that becomes due while the previous one is running is skipped; one that
+the paradigm wants follows it.
 """
 
 from __future__ import annotations
