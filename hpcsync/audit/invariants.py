@@ -118,7 +118,7 @@ def seq_is_unbroken(trace: Trace, recount: Recount) -> Check:
 
 
 def _holes(seqs: Rows, most: int) -> Rows:
-    """Return the first missing numbers from 1 up to the largest, so many at most. seqs: ascending."""
+    """Return the first `most` missing numbers from 1 up to the largest; `seqs` is ascending."""
     after = np.append(0, seqs)[:-1]
     n_missing = seqs - after - 1
     rows = np.flatnonzero(n_missing > 0)[:most]
@@ -127,10 +127,10 @@ def _holes(seqs: Rows, most: int) -> Rows:
 
 
 def _without_a_holder(trace: Trace, holes: Rows) -> Rows:
-    """Return which missing numbers are of no push of a worker that is blocked to the end, shape (n_holes,).
+    """Return which missing numbers cannot be those of pushes that wait to the end of the trace, shape (n_holes,).
 
-    Of the numbers from one on, each is that of a push of another worker, which then makes no push that is applied and
-    gets no grant but a stop grant.
+    Each push that waits is of another worker, which has no later push that is applied, and no later grant but a stop
+    grant. So a number needs as many workers without later rows as numbers are missing from it on.
 
     Parameters
     ----------
