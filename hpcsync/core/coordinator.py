@@ -314,7 +314,7 @@ class Coordinator(Stateful):
 
     @property
     def wants_evaluation(self) -> bool:
-        """True if the present version is to be evaluated for the paradigm, as soon as no other evaluation is running."""
+        """True if the present version is to be evaluated, as soon as no other evaluation is running."""
         return self._paradigm.wants_evaluation and not self.stopping and bool(self.active)
 
     def stop(self, now_s: float) -> list[Command]:
