@@ -216,13 +216,18 @@ def test_the_map_has_every_point_and_what_is_printed_is_judged_at_each_of_the_co
     assert len(fine) == 2 * n_points * len(dssp_map.METHODS) and fine["setting"].nunique() == n_points
     frame["duration_s"] = frame["paradigm"].map(dssp_map.FIG_4_S | {"DSSP paper": 8917.0})
     frame["target_s"] = frame["paradigm"].map(dssp_map.TABLE_I_S | {"DSSP paper": 3016.4})
-    verdicts = judged(dssp_map.claims(), frame)
-    assert set(verdicts["verdict"]) == {"holds"}
-    counts = dssp_map.points(verdicts)
-    assert len(counts) == 2 * len(dssp_map.COARSE_RATIOS) * len(dssp_map.COARSE_JITTERS)
-    assert set(counts["holds"]) == {6}
-    frame["target_s"] = 3016.4  # all alike: what BSP and SSP take longer does not hold
-    assert set(dssp_map.points(judged(dssp_map.claims(), frame))["does not hold"]) == {2}
+    n_points = len(dssp_map.SERVERS) * len(dssp_map.MODES) * len(dssp_map.COARSE_RATIOS) * len(dssp_map.COARSE_JITTERS)
+
+    def counts():
+        return dssp_map.points(judged(dssp_map.claims(), frame))
+
+    assert len(counts()) == 2 * n_points and len(dssp_map.possible(counts())) == n_points
+    assert set(counts()["holds"]) == {3} and set(dssp_map.possible(counts())["holds"]) == {6}
+    frame.loc[(frame["arm"] == "merged") & (frame["paradigm"] == "SSP 3"), "target_s"] = 3016.4  # no later than DSSP
+    wrong = counts().query("`does not hold` > 0")
+    assert set(wrong["server"]) == {"pushes merged"} and set(wrong["source"]) == {"Table I"}
+    assert len(wrong) == n_points / 2
+    assert set(dssp_map.possible(counts())["server"]) == {"an update for each push"}
 
 
 def test_the_map_is_drawn_and_continued(tmp_path, monkeypatch):
