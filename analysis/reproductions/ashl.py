@@ -134,9 +134,9 @@ SEARCHES = {
 # Both readings of when the commit of a worker that waits is applied, with a fine stage that begins before the targets.
 BOUNDS = (0, 2)
 READINGS = {
-    f"ASHL, {commit.replace('_', ' ')}, staleness {bound}": ashl(loss_preset=2.0, staleness=bound, commit=commit)
+    f"ASHL, {commit.replace('-', ' ')}, staleness {bound}": ashl(loss_preset=2.0, staleness=bound, commit=commit)
     for bound in BOUNDS
-    for commit in ("on_arrival", "after_gate")
+    for commit in ("on-arrival", "after-gate")
 }
 
 FIRST_SEED = 4  # 1 to 3 have been used to choose steps, commits, label noise, links and targets

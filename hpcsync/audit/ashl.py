@@ -486,13 +486,13 @@ def fine_leads_are_bounded(stages: Stages) -> list[Check]:
 def commits_are_applied_when_they_may(stages: Stages) -> Check:
     """Check at which event each commit is applied, by the version and the time of its update.
 
-    It is its push. With commit = "after_gate", a commit that is more than staleness ahead of the slowest worker waits
+    It is its push. With commit = "after-gate", a commit that is more than staleness ahead of the slowest worker waits
     for the event after which it is not, or for the departure of its worker. One that waits at the end is dropped.
     """
     recount, updates = stages.recount, stages.recount.updates
     pushes, event = recount.pushes, recount.push_event
     own, least = stages.fine_commits
-    if stages.paradigm.commit == "after_gate":
+    if stages.paradigm.commit == "after-gate":
         opens = np.searchsorted(least, own - stages.paradigm.staleness)  # it only grows
         event = np.maximum(event, np.minimum(opens, recount.left_after(pushes["worker"], event)))
     dropped = pushes["outcome"] == Outcome.DROPPED
@@ -505,7 +505,7 @@ def commits_are_applied_when_they_may(stages: Stages) -> Check:
     early = np.zeros(len(pushes), bool)
     early[order[1:]] = np.diff(event[order]) < 0
     return check_all(
-        "commits are applied " + ("on arrival" if stages.paradigm.commit == "on_arrival" else "once the gate is open"),
+        "commits are applied " + ("on arrival" if stages.paradigm.commit == "on-arrival" else "once the gate is open"),
         (
             applied & (made_s != due_s),
             lambda i: f"push of seq {pushes['seq'][i]} is applied at {made_s[i]} s, it may be at {due_s[i]} s",

@@ -8,7 +8,7 @@ that each worker sends are chosen so that all workers are expected to take the s
     coarse   (AHL) H for `steps_coarse` and R for `ratio_coarse`, no worker blocks
     fine     (SHL) H for `steps_fine` and R for `ratio_fine`; a worker that, since the stage began, has committed more
              than `staleness` times more often than the slowest blocks until the slowest has caught up; its commit is
-             applied on arrival or, with commit = "after_gate", when it is released
+             applied on arrival or, with commit = "after-gate", when it is released
 
 Notes
 -----
@@ -30,7 +30,7 @@ Where the paper (Algorithm 3) leaves it open, a letter in this file marks the br
     i  with loss = "evaluation" the loss is that of the servers' model on held-out data, as evaluated latest since the
        coarse stage began; a plateau is one over CHECKS evaluations, and the fine stage begins when an evaluation ends
     j  in lines 4 to 11 a worker of the fine stage that is too far ahead waits, and only then its commit is applied and
-       sent: commit = "after_gate". With "on_arrival" the commit is applied at once and only the grant waits, so that
+       sent: commit = "after-gate". With "on-arrival" the commit is applied at once and only the grant waits, so that
        others read it earlier than there
     k  a worker that leaves waits no more: its commit is applied at once, with the D from before
 
@@ -63,7 +63,7 @@ from hpcsync.planning.local_steps import INDEXED, WorkerProfile, local_steps, ra
 PROFILE, COARSE, FINE = 0, 1, 2  # stages
 SHARES = ("data", "equal")
 LOSSES = ("commits", "evaluation")
-COMMITS = ("on_arrival", "after_gate")
+COMMITS = ("on-arrival", "after-gate")
 
 LOSS_BETA = 0.1  # weight of the newest commit in the loss
 CHECKS = 5  # length of a plateau in checks of the loss, one check per n_workers commits or per evaluation
@@ -98,7 +98,7 @@ class ASHL(Paradigm):
         Weight of a commit. "data": D, the worker's share of the samples according to its H. "equal": one over the
         number of active workers, as always in the profile.
     commit
-        When the commit of a worker that blocks is applied (j): "on_arrival", or "after_gate", right before its grant.
+        When the commit of a worker that blocks is applied (j): "on-arrival", or "after-gate", right before its grant.
     warmup
         Number of first pushes of each worker that are not measured.
     profiled
@@ -112,7 +112,7 @@ class ASHL(Paradigm):
     come with the median seconds that they were chosen from, 0 where nothing was measured. Later, a departure adds rows
     "share", and a join adds rows of all three.
 
-    With commit = "after_gate" each release is an update and a grant, so that a push may be answered by several updates.
+    With commit = "after-gate" each release is an update and a grant, so that a push may be answered by several updates.
     """
 
     name = "ashl"
@@ -150,7 +150,7 @@ class ASHL(Paradigm):
         plateau: float = 0.01,
         loss: str = "commits",
         share: str = "data",
-        commit: str = "on_arrival",
+        commit: str = "on-arrival",
         warmup: int = 10,
         profiled: int = 20,
     ) -> None:
@@ -188,7 +188,7 @@ class ASHL(Paradigm):
         self._plateau = plateau
         self.uses_evaluations = loss == "evaluation"
         self._by_data = share == "data"
-        self._after_gate = commit == "after_gate"
+        self._after_gate = commit == "after-gate"
         self._warmup = warmup
         self._profiled = profiled
         # The newest measurements of each worker.
@@ -446,7 +446,7 @@ class AshlOptions(ParadigmOptions):
     plateau: Annotated[float, Gt(0), Lt(1)] = 0.01
     loss: Literal["commits", "evaluation"] = "commits"
     share: Literal["data", "equal"] = "data"
-    commit: Literal["on_arrival", "after_gate"] = "on_arrival"
+    commit: Literal["on-arrival", "after-gate"] = "on-arrival"
     warmup: Whole = 10
     profiled: Annotated[int, Ge(2)] = 20
 
@@ -476,7 +476,7 @@ class AshlOptions(ParadigmOptions):
     @property
     def applies_at_release(self) -> bool:
         """True if the push of a blocked worker is an update of its own, made when the worker is released."""
-        return self.commit == "after_gate"
+        return self.commit == "after-gate"
 
     @property
     def bound(self) -> str:

@@ -443,7 +443,7 @@ def cases() -> dict[str, Case]:
         lambda: coordinate(evaluated_adsp, create_paradigm(evaluated_adsp), Recorder()),
         play_coordinator,
     )
-    gate = {**PARADIGMS["ashl"], "staleness": 0, "commit": "after_gate"}
+    gate = {**PARADIGMS["ashl"], "staleness": 0, "commit": "after-gate"}
     found["paradigm ashl after the gate"] = lambda: create("ashl", N, **gate), play_paradigm
     behind = job({"name": "ashl", **gate})
     found["coordinator ashl after the gate"] = (

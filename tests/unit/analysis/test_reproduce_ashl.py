@@ -111,8 +111,8 @@ def test_readings_differ_in_when_commits_are_applied():
             for commit in ("on arrival", "after gate")
         )
         assert at_once.model_dump(exclude={"name", "paradigm"}) == later.model_dump(exclude={"name", "paradigm"})
-        assert {**at_once.paradigm.options, "commit": "after_gate"} == later.paradigm.options
-        assert (at_once.paradigm.commit, at_once.paradigm.staleness) == ("on_arrival", bound)
+        assert {**at_once.paradigm.options, "commit": "after-gate"} == later.paradigm.options
+        assert (at_once.paradigm.commit, at_once.paradigm.staleness) == ("on-arrival", bound)
 
 
 def test_a_reading_that_takes_longer_is_told():

@@ -174,7 +174,7 @@ def test_a_blocked_worker_in_the_profile_stage(ashl):
 
 AT_ONCE, GATE = "commits are applied on arrival", "commits are applied once the gate is open"
 AFTER_GATE = PARADIGMS["ashl-after-gate"]
-ON_ARRIVAL = AFTER_GATE.replace("after_gate", "on_arrival")
+ON_ARRIVAL = AFTER_GATE.replace("after-gate", "on-arrival")
 
 
 class WithTheNextPush(ASHLPolicy):

@@ -206,7 +206,7 @@ def test_the_coarse_stage_may_end_at_a_loss() -> None:
     assert shown["coarse stage"].endswith("; until the average loss is 0.25")
 
 
-@pytest.mark.parametrize(("commit", "waits"), [("on_arrival", False), ("after_gate", True)])
+@pytest.mark.parametrize(("commit", "waits"), [("on-arrival", False), ("after-gate", True)])
 def test_pushes_may_be_applied_after_the_wait(commit: str, waits: bool) -> None:
     shown = dict(rows(job({"name": "ashl", "commit": commit})))
     assert shown["fine stage"].endswith("; a push that is farther ahead is applied after its worker's wait") == waits

@@ -101,7 +101,7 @@ def test_ashl_s_defaults() -> None:
         "plateau": 0.01,
         "loss": "commits",
         "share": "data",
-        "commit": "on_arrival",
+        "commit": "on-arrival",
         "warmup": 10,
         "profiled": 20,
     }
@@ -260,7 +260,7 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
     ("ashl", {"plateau": 0}, "paradigm.plateau = 0: must be greater than 0"),
     ("ashl", {"plateau": 1}, "paradigm.plateau = 1: must be less than 1"),
     ("ashl", {"share": "all"}, "paradigm.share = \"all\": must be 'data' or 'equal'"),
-    ("ashl", {"commit": "later"}, "paradigm.commit = \"later\": must be 'on_arrival' or 'after_gate'"),
+    ("ashl", {"commit": "later"}, "paradigm.commit = \"later\": must be 'on-arrival' or 'after-gate'"),
     ("ashl", {"warmup": -1}, "paradigm.warmup = -1: must be at least 0"),
     ("ashl", {"profiled": 1}, "paradigm.profiled = 1: must be at least 2"),
     (

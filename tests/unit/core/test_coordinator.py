@@ -422,7 +422,7 @@ def test_where_grants_come_first_the_last_update_is_noticed_with_the_next_contri
 def test_what_the_gate_of_ashl_keeps_back_is_an_update_of_its_own_unless_one_before_ends_the_run(updates):
     """After four pushes of the profile and one of each worker in the coarse stage, worker 0's waits for worker 1's."""
     options = {"warmup": 0, "profiled": 2, "ratio_coarse": None, "ratio_fine": None, "loss_preset": 2.0}
-    run = Run("ashl", 2, {"updates": updates}, **options, staleness=0, commit="after_gate")
+    run = Run("ashl", 2, {"updates": updates}, **options, staleness=0, commit="after-gate")
     for now_s, worker in enumerate((0, 1, 0, 1, 0, 0, 1)):
         commands = run.push(float(now_s), worker)
         assert bool(commands) == (now_s != 5), "only the gate keeps a push back"

@@ -155,7 +155,7 @@ def test_a_commit_that_the_gate_keeps_back_is_saved(comm, only, folder, monkeypa
     If that worker is then absent, its commit is applied as it leaves.
     """
     only(5)
-    gate = {"name": "ashl", "staleness": 0, "commit": "after_gate"}
+    gate = {"name": "ashl", "staleness": 0, "commit": "after-gate"}
     short = {"warmup": 0, "profiled": 2, "steps_coarse": 1, "loss_preset": 1e9}
     workers, last = comm.size - 1, comm.size - 2
     cluster = {

@@ -21,7 +21,7 @@ SGD = {"name": "sgd", "lr": 0.05}
 NESTEROV = {"name": "sgd", "lr": 0.02, "momentum": 0.9, "nesterov": True}
 ADAM = {"name": "adam", "lr": 0.01}
 ASHL = {"name": "ashl", "warmup": 1, "profiled": 4, "steps_coarse": 3, "steps_fine": 2, "loss_preset": 1.5}
-AFTER_GATE = {**ASHL, "staleness": 0, "commit": "after_gate"}
+AFTER_GATE = {**ASHL, "staleness": 0, "commit": "after-gate"}
 ADSP = {"name": "adsp", "check_period_s": 0.03, "interval_min_s": 0.005, "commits": 3}
 DILOCO = {"name": "async-diloco", "steps": 6, "quorum": 1, "grace_s": 0.004}
 

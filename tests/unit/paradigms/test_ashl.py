@@ -387,10 +387,10 @@ def commits_and_grants(actions):
     return [(type(action), getattr(action, "workers", getattr(action, "worker", None))) for action in actions]
 
 
-@pytest.mark.parametrize("commit", ["on_arrival", "after_gate"])
+@pytest.mark.parametrize("commit", ["on-arrival", "after-gate"])
 def test_j_lines_4_to_11_of_algorithm_3(commit):
     """Line 7: a worker that is too far ahead waits. Lines 9 to 11: only then is its commit applied, and sent."""
-    kept = commit == "after_gate"
+    kept = commit == "after-gate"
     driver = fine(2, staleness=0, commit=commit)
     assert commits_and_grants(driver.push(0)) == ([] if kept else [(Apply, (0,))])
     assert commits_and_grants(driver.push(1)) == [(Apply, (1,)), (Grant, 1)]
@@ -399,7 +399,7 @@ def test_j_lines_4_to_11_of_algorithm_3(commit):
 
 
 def test_k_a_worker_that_leaves_waits_no_more():
-    driver = fine(3, staleness=0, commit="after_gate")
+    driver = fine(3, staleness=0, commit="after-gate")
     driver.push(0)
     share = driver.paradigm._shares[0]
     commit, *others = driver.leave(0)
@@ -415,7 +415,7 @@ def test_k_a_worker_that_leaves_waits_no_more():
 
 
 def test_c_a_commit_that_was_kept_back_counts_the_share_of_when_it_is_applied():
-    driver = fine(3, staleness=0, commit="after_gate")
+    driver = fine(3, staleness=0, commit="after-gate")
     before = driver.paradigm._shares[0]
     driver.push(0)
     driver.rounds(1, workers=[1])
@@ -504,7 +504,7 @@ def test_the_gate_bounds_how_far_commits_are_apart(schedule, staleness):
 def test_who_waits_and_how_long_is_the_same_whenever_commits_are_applied(schedule, staleness):
     readings = [
         run(create("ashl", schedule.n_workers, staleness=staleness, commit=commit, **OPTIONS), schedule)
-        for commit in ("on_arrival", "after_gate")
+        for commit in ("on-arrival", "after-gate")
     ]
     grants, commits = ([each.actions(kind) for each in readings] for kind in (Grant, Apply))
     assert grants[0] == grants[1]
@@ -515,7 +515,7 @@ def test_who_waits_and_how_long_is_the_same_whenever_commits_are_applied(schedul
 @PROPERTY
 @given(schedule=schedules(), staleness=st.sampled_from([0, 1, 3]))
 def test_after_the_gate_no_commit_is_applied_that_is_too_far_ahead(schedule, staleness):
-    referee = run(create("ashl", schedule.n_workers, staleness=staleness, commit="after_gate", **OPTIONS), schedule)
+    referee = run(create("ashl", schedule.n_workers, staleness=staleness, commit="after-gate", **OPTIONS), schedule)
     assert commits_ahead(referee, applied=True) <= staleness
 
 
@@ -553,7 +553,7 @@ UNEQUAL = fixed(1.0, 3.0, until_s=60.0)
 def test_the_bound_is_reached_and_a_missing_gate_is_seen():
     assert commits_ahead(run(ASHL(2, staleness=1, **OPTIONS), UNEQUAL)) == 2
     assert commits_ahead(run(NoGate(2, staleness=1, **OPTIONS), UNEQUAL, check=False)) > 10
-    at_once, kept = (run(ASHL(2, staleness=1, commit=c, **OPTIONS), UNEQUAL) for c in ("on_arrival", "after_gate"))
+    at_once, kept = (run(ASHL(2, staleness=1, commit=c, **OPTIONS), UNEQUAL) for c in ("on-arrival", "after-gate"))
     assert [commits_ahead(each, applied=True) for each in (at_once, kept)] == [2, 1]
     with pytest.raises(AssertionError, match="has started at lead 2"):
         run(NoGate(2, staleness=1, **OPTIONS), UNEQUAL)
@@ -622,7 +622,7 @@ def test_without_a_gate_and_a_preset_no_worker_blocks():
         ({"plateau": NAN}, "plateau .* got nan"),
         ({"loss": "global"}, "loss must be one of commits, evaluation, got 'global'"),
         ({"share": "half"}, "share must be one of data, equal, got 'half'"),
-        ({"commit": "later"}, "commit must be one of on_arrival, after_gate, got 'later'"),
+        ({"commit": "later"}, "commit must be one of on-arrival, after-gate, got 'later'"),
         ({"warmup": -1}, "warmup must be an integer >= 0, got -1"),
         ({"profiled": 1}, "profiled must be an integer >= 2, got 1"),
     ],

@@ -42,7 +42,7 @@ def ashl(n_workers: int) -> st.SearchStrategy[dict[str, Any]]:
         "loss_preset": st.sampled_from([None, 0.5]),
         "plateau": st.sampled_from([0.01, 0.9]),
         "share": st.sampled_from(["data", "equal"]),
-        "commit": st.sampled_from(["on_arrival", "after_gate"]),
+        "commit": st.sampled_from(["on-arrival", "after-gate"]),
         "warmup": st.integers(0, 1),
         "profiled": st.just(2),
     }

@@ -275,7 +275,7 @@ def test_commits_that_wait_for_the_gate_are_applied_after_a_halt(tmp_path: Path)
     job = make_job(
         workload=LINEAR,
         optimizer={"name": "sgd", "lr": 0.05},
-        paradigm={**paradigm, "commit": "after_gate"},
+        paradigm={**paradigm, "commit": "after-gate"},
         stop={"updates": 60},
         checkpoint={"seconds": 5.0},
         cluster={"workers": 3} | more,

@@ -73,7 +73,7 @@ def test_commits_that_wait_for_the_gate_while_workers_leave_and_join(staleness: 
     later = [{"worker": worker, "at_s": at_s, "change": change} for worker, at_s, change in
              ((0, 30.0, "leave"), (0, 38.0, "join"), (3, 41.0, "leave"), (3, 55.0, "join"))]  # fmt: skip
     tables = {"workload": LINEAR, "optimizer": {"name": "sgd", "lr": 0.1}, "cluster": {"events": [*EVENTS, *later]}}
-    gated = {**paradigm, "staleness": staleness, "commit": "after_gate"}
+    gated = {**paradigm, "staleness": staleness, "commit": "after-gate"}
     trace = run(tmp_path / "a.h5", gated, **tables, stop={"seconds": 80.0}, evaluation={"every_samples": 40})
     assert failed(trace) == []
     assert (trace.tables["grants"]["held_s"] > 0).sum() > 9

@@ -34,8 +34,8 @@ SERVED: list[dict[str, Any]] = [
     {"name": "sync-switch", "share": 0.5, "then": {"name": "asp"}},
     {"name": "adsp", "check_period_s": 3.0, "interval_min_s": 0.5, "search_every_s": 10.0},
     {"name": "adsp", "check_period_s": 3.0, "interval_min_s": 0.5, "search_every_s": 10.0, "loss": "evaluation"},
-    {**FINE, "commit": "on_arrival"},
-    {**FINE, "commit": "after_gate"},
+    {**FINE, "commit": "on-arrival"},
+    {**FINE, "commit": "after-gate"},
 ]
 IN_STEP = [
     each for each in WITHOUT_SERVER if each["name"] in ("allreduce", "local-sgd") or each.get("mode") == "permutation"

@@ -53,7 +53,7 @@ PARADIGMS = {
     "batches": f'name = "bsp"\n{BATCHES}',
     "adsp": 'name = "adsp"\ncheck_period_s = 3\ninterval_min_s = 0.5\nsearch_every_s = 10',
     "ashl": f"{ASHL}\n{TOP_K}",
-    "ashl-after-gate": f'{ASHL.replace("staleness = 1", "staleness = 0")}\ncommit = "after_gate"',
+    "ashl-after-gate": f'{ASHL.replace("staleness = 1", "staleness = 0")}\ncommit = "after-gate"',
     "async-diloco": 'name = "async-diloco"\nsteps = 3\nquorum = 2\ngrace_s = 0.5',
     "k-batches": f'name = "k-sync"\nk = "state"\n{BATCHES}',
 }
