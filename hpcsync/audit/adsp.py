@@ -93,6 +93,18 @@ class _Due(NamedTuple):
     target: float = math.nan  # loss of the target
 
 
+class _Need(NamedTuple):
+    """An evaluation that is needed: from which version on, and since when.
+
+    `n_ended` is the number of evaluations that have ended in the run, at the beginning and at the end of the need.
+    """
+
+    version: int
+    from_s: float
+    until_s: float
+    n_ended: tuple[int, int]
+
+
 class _CommitAccount:
     """State of the run after each event: which workers are blocked, since when, and the state of the search."""
 
@@ -378,7 +390,7 @@ class _EvaluatedAccount(_CommitAccount):
         self.n_evaluated = 0  # processed
         self.version, self.made_s = 0, 0.0
         self.needed: int | None = None  # version from which on an evaluation is needed
-        self.needs: list[tuple[int, float, float]] = []  # each from which version on, from when and until when
+        self.needs: list[_Need] = []
         self.known = math.nan  # latest evaluated loss
         self.search_s, self.trial_version = 0.0, 0
         self._need(0.0)
@@ -389,12 +401,13 @@ class _EvaluatedAccount(_CommitAccount):
     def _need(self, now_s: float) -> None:
         if self.needed is None:
             self.needed = self.version
-            self.needs.append((self.version, now_s, math.inf))
+            self.needs.append(_Need(self.version, now_s, math.inf, (self.n_evaluated, NEVER)))
 
     def _needs_no_more(self, now_s: float) -> None:
         if self.needed is not None:
             self.needed = None
-            self.needs[-1] = (*self.needs[-1][:2], now_s)
+            need = self.needs[-1]
+            self.needs[-1] = need._replace(until_s=now_s, n_ended=(need.n_ended[0], self.n_evaluated))
 
     def _evaluations_until(self, seq: int) -> None:
         rows, evaluations = self.recount.evaluated, self.recount.evaluations
@@ -440,6 +453,9 @@ class _EvaluatedAccount(_CommitAccount):
         return False
 
     def _begin_search(self, now_s: float) -> None:
+        if self.needed == self.version:  # by the check at the same push
+            self.needs.pop()
+            self.needed = None
         self._needs_no_more(now_s)
         super()._begin_search(now_s)
 
@@ -459,7 +475,7 @@ class _EvaluatedAccount(_CommitAccount):
         """Return the checks that evaluations are recorded as they decide, and made where they are due or needed."""
         rows = self.recount.evaluations[:-1]  # the last one may be that at the end
         versions, now_s = rows["version"][:, None], rows["now_s"][:, None]
-        from_version, from_s, until_s = np.array(self.needs).reshape(-1, 3).T
+        from_version, from_s, until_s = np.array([need[:3] for need in self.needs]).reshape(-1, 3).T
         is_needed = ((from_version <= versions) & (from_s <= now_s) & (now_s <= until_s)).any(axis=1)
         is_due = is_scheduled(rows["samples"], self.recount.job.evaluation.every_samples)
         return [
@@ -469,4 +485,46 @@ class _EvaluatedAccount(_CommitAccount):
                 ~(is_needed | is_due),
                 lambda i: f"/evaluations row {i}, of version {rows['version'][i]}, is neither due nor needed",
             ),
+            self._needed_ones_begin_at_once(),
         ]
+
+    def _needed_ones_begin_at_once(self) -> Check:
+        """Check that each evaluation that is needed begins at once or, if another is running, when that one has ended.
+
+        It is of the version as it is then; a simulation also begins it at that time. On ranks the time depends on the
+        load of server 0, and a need during which the run resumed is left out.
+        """
+        wrong = [self._lateness(need) for need in self.needs]
+        return check_rows(
+            "evaluations that are needed begin at once, or after the one before",
+            np.array([bool(text) for text in wrong], bool),
+            lambda i: f"needed of version {self.needs[i].version} from {self.needs[i].from_s} s: {wrong[i]}",
+        )
+
+    def _lateness(self, need: _Need) -> str:
+        """Return what is wrong with the evaluation that is to meet this need; empty if nothing is."""
+        recount, ended, rows = self.recount, self.recount.evaluated, self.recount.evaluations
+        running, n_ended = need.n_ended
+        at = max(running, int(np.searchsorted(rows["version"], need.version)))
+        begins_s, version = need.from_s, need.version
+        if at > running:
+            if min(n_ended, self.n_evaluated) < at:
+                return ""  # the need, or the run, ended before the evaluation that was running
+            begins_s, version = float(ended["now_s"][at - 1]), int(recount.version_at(ended["seq"][at - 1]))
+        if begins_s >= self._end_s():
+            return ""
+        if at == len(rows):
+            return "there is none" if recount.finished else ""
+        begun_s, begun = float(rows["now_s"][at]), int(rows["version"][at])
+        starts_s = recount.trace.tables["starts"]["now_s"][1:]
+        if ((need.from_s <= starts_s) & (starts_s <= begun_s)).any():
+            return ""
+        simulated = recount.trace.attributes.get("engine") == "simulator"
+        if begun > version or (simulated and begun_s > begins_s + SAME_TIME_S):
+            return f"it is of version {begun} at {begun_s} s, could be of {version} at {begins_s} s"
+        return ""
+
+    def _end_s(self) -> float:
+        """Return the time at which the run is known to have ended."""
+        stops_s = self.recount.grants["now_s"][self.recount.is_stop]
+        return float(stops_s[0] if len(stops_s) else self.recount.events["now_s"].max(initial=0.0))

@@ -12,6 +12,7 @@ import torch
 
 from hpcsync.config.errors import JobError
 from hpcsync.core.job_validation import check
+from hpcsync.paradigms.adsp import EvaluatedADSP
 from hpcsync.trace.reader import Trace
 from hpcsync.trace.schema import Outcome
 from hpcsync.workloads.registry import build
@@ -209,6 +210,39 @@ def test_searches_must_follow_from_the_evaluations(tmp_path):
     for name in ("version", "now_s", "samples"):
         more[name][2] = update[name]
     assert any(needed in line for line in failed(replace(trace, tables={**trace.tables, "evaluations": more})))
+
+
+AT_ONCE = "evaluations that are needed begin at once, or after the one before"
+ASKS = {
+    "late": lambda search: search._all_have_stopped or search._version > search._wanted,
+    "never": lambda search: search._all_have_stopped,
+}
+
+
+def found(trace: Trace, engine: str) -> bool:
+    """Return whether the audit finds a late evaluation, if the trace were one of this engine."""
+    return any(AT_ONCE in line for line in failed(replace(trace, attributes={**trace.attributes, "engine": engine})))
+
+
+@pytest.mark.parametrize("seconds", [{}, {"seconds": 0.7}], ids=str)
+@pytest.mark.parametrize("asks", ASKS)
+def test_an_evaluation_that_comes_after_a_further_push_or_never_is_found(tmp_path, monkeypatch, asks, seconds):
+    """The search asks for it too late, or only where its workers wait for it."""
+    wants = property(lambda search: search._wanted is not None and ASKS[asks](search))
+    monkeypatch.setattr(EvaluatedADSP, "wants_evaluation", wants)
+    trace = simulate(searching(evaluation={"every_samples": 0, **seconds}), tmp_path / "t.h5")
+    assert found(trace, "simulator") and found(trace, "mpi")
+
+
+def test_an_evaluation_that_keeps_workers_waiting_is_found(tmp_path):
+    """On ranks the time differs in any run."""
+    trace = simulate(searching(), tmp_path / "t.h5")
+    rows, decisions = trace.tables["evaluations"].copy(), trace.tables["decisions"]
+    assert not found(trace, "simulator")
+    at = np.flatnonzero(rows["loss"] == decisions["loss_end"][decisions["controller"] == b"reward"][0])
+    rows["now_s"][at] += 0.1
+    late = replace(trace, tables={**trace.tables, "evaluations": rows})
+    assert found(late, "simulator") and not found(late, "mpi")
 
 
 @pytest.mark.parametrize("events", ["leave", "join"])
