@@ -18,7 +18,7 @@ import torch
 
 from hpcsync.api.single_process import LocalSession
 from hpcsync.config.errors import JobError
-from hpcsync.config.job import Job, default_servers
+from hpcsync.config.job import Job, default_servers, refuse_unevaluated
 from hpcsync.core.job_validation import check_model
 from hpcsync.core.roles import Roles
 from hpcsync.core.session import Session
@@ -287,7 +287,7 @@ def connect(
             "a step changes the parameters of one, and what was kept back of the others would be lost"
         )
     if evaluate is None:
-        _refuse_targets(job)
+        refuse_unevaluated(job, "needs evaluate, which measures it")
     if (buffers == "recompute") != (calibrate is not None):
         raise JobError(f'buffers = "{buffers}": "recompute" needs calibrate, and no other choice takes it')
     if comm is None:
@@ -620,14 +620,6 @@ def _for_single_process(
         options = {**options, "k": 1}
     options = {key: value for key, value in options.items() if key not in ("k_min", "k_start", "fc_workers")}
     return options, batches and {key: batches[key] for key in ("policy", "total") if key in batches}
-
-
-def _refuse_targets(job: Job) -> None:
-    for key in ("target_accuracy", "target_loss"):
-        if (target := getattr(job.stop, key)) is not None:
-            raise JobError(f"stop.{key} = {target}: needs evaluate, which measures it")
-    if job.paradigm.uses_evaluations:
-        raise JobError('paradigm.loss = "evaluation": needs evaluate, which measures the loss')
 
 
 def _refuse_holders(job: Job, optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -326,11 +326,10 @@ class Job(Table):
 
     @model_validator(mode="after")
     def _evaluations_are_made(self) -> Self:
-        if not self.paradigm.uses_evaluations:
-            return self
         if isinstance(self.workload, Timing):
-            raise JobError('paradigm.loss = "evaluation": workload.name = "timing" must be one that can be evaluated')
-        if self.evaluation.every_samples == 0 and not self.paradigm.requests_evaluations:
+            refuse_unevaluated(self, 'workload.name = "timing" must be one that can be evaluated')
+        paradigm = self.paradigm
+        if paradigm.uses_evaluations and not paradigm.requests_evaluations and self.evaluation.every_samples == 0:
             raise JobError('evaluation.every_samples = 0: must be at least 1 with paradigm.loss = "evaluation"')
         return self
 
@@ -415,6 +414,15 @@ def load(path: str | Path, overrides: Sequence[str] = (), ranks: int | None = No
         raise JobError(f'workload.name = "script": must be one of {", ".join(KINDS["workload"])}')
     workload = job.workload.found(path.parent) if isinstance(job.workload, Cifar) else job.workload
     return job.model_copy(update={"workload": workload, "cluster": job.cluster.found(path.parent)})
+
+
+def refuse_unevaluated(job: Job, reason: str) -> None:
+    """Raise JobError if the job has a key that needs evaluations, with the reason why there are none."""
+    for key in ("target_accuracy", "target_loss"):
+        if (target := getattr(job.stop, key)) is not None:
+            raise JobError(f"stop.{key} = {target}: {reason}")
+    if job.paradigm.uses_evaluations:
+        raise JobError(f'paradigm.loss = "evaluation": {reason}')
 
 
 def refuse_simulated(job: Job) -> None:

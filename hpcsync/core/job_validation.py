@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from hpcsync.config.errors import JobError, did_you_mean, shown
-from hpcsync.config.job import Job, Script
+from hpcsync.config.job import Job, Script, refuse_unevaluated
 from hpcsync.config.workloads import Timing
 from hpcsync.paradigms.stanza import StanzaOptions
 from hpcsync.training import compressor
@@ -105,11 +105,7 @@ def check(job: Job) -> Workload:
             with _of_the_cut(job):
                 check_cut(workload.model, halves, workload.loss, some)
     if workload.evaluate is None:
-        for key in ("target_accuracy", "target_loss"):
-            if getattr(job.stop, key) is not None:
-                raise JobError(f"stop.{key} = {getattr(job.stop, key)}: {name} must be one that can be evaluated")
-        if job.paradigm.uses_evaluations:
-            raise JobError(f'paradigm.loss = "evaluation": {name} must be one that can be evaluated')
+        refuse_unevaluated(job, f"{name} must be one that can be evaluated")
     return workload
 
 

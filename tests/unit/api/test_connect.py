@@ -245,6 +245,7 @@ def lbfgs(model):
         (sgd, {"window": "ipc"}, 'cluster.window = "ipc": must be "auto" or "host" with cluster.device = "cpu"'),
         (sgd, {"stop": {"target_accuracy": 0.5}}, "stop.target_accuracy = 0.5: needs evaluate"),
         (sgd, {"stop": {"target_loss": 0.5}}, "stop.target_loss = 0.5: needs evaluate"),
+        (sgd, {"paradigm": "adsp", "loss": "evaluation"}, 'paradigm.loss = "evaluation": needs evaluate'),
         (sgd, {"resume": True}, "resume: must come with out, the folder of the run to resume"),
     ],
 )

@@ -138,6 +138,13 @@ def test_options_of_another_kind_than_torch_s_are_told_with_what_is_allowed(name
             'stop.target_loss = 0.5: workload.name = "timing" must be one that can be evaluated',
         ),
         (
+            {
+                "workload": {"name": "mine:normalised", "batch_size": 4, "options": {"evaluate": False}},
+                "paradigm": {"name": "adsp", "loss": "evaluation"},
+            },
+            'paradigm.loss = "evaluation": workload.name = "mine:normalised" must be one that can be evaluated',
+        ),
+        (
             {"workload": {"name": "mine:half"}},
             'workload.name = "mine:half": the model has torch.float16: allowed is one type for all, float32 or float64',
         ),
