@@ -247,8 +247,14 @@ class ADSP(Paradigm):
     def _rate(self, worker: int) -> int:
         """Return dC of the worker, in commits per period."""
         if self._search is not None:
-            return self._search.next_to_evaluate
+            return self._trial_commits
         return max(self._target - self._counted[worker], 1) if self._cumulative else self.commits  # (g)
+
+    @property
+    def _trial_commits(self) -> int:
+        """Commits of each worker in a period of the present trial, or of the next one where none has begun."""
+        assert self._search is not None, "there is no search"
+        return self._search.next_to_evaluate
 
     def _commit_s(self, worker: int, now_s: float) -> float:
         commit_s = max(self._interval_min_s, self._period_s / self._rate(worker) - self._overhead_s[worker])
@@ -430,11 +436,11 @@ class EvaluatedADSP(ADSP):
 
     @property
     def _trial_length_s(self) -> float:
-        return self._period_s * (2 if self._rate(0) == 1 else 1)  # (k)
+        return self._period_s * (2 if self._trial_commits == 1 else 1)  # (k)
 
     def _see_trial(self) -> None:
         """Want the model in the middle of the trial, once the loss at its start is known (k)."""
-        least = max(self._rate(0), 2) // 2 * len(self._progress.active)
+        least = max(self._trial_commits, 2) // 2 * len(self._progress.active)
         if self._wanted is None and len(self._points) == 1 and self._version - self._trial_version >= least:
             self._wanted = self._version
 
