@@ -403,6 +403,10 @@ class EvaluatedADSP(ADSP):
         """True until a model is evaluated that is as new as the one that a point of the search, or a check, needs."""
         return self._wanted is not None
 
+    @property
+    def _evaluation_releases(self) -> bool:
+        return self._all_have_stopped and self._wanted is not None and self._wanted <= self._version
+
     def _pushed(self, event: PushInfo) -> list[Action]:
         self._version, self._made_s = self._version + 1, event.now_s
         return super()._pushed(event)

@@ -113,6 +113,11 @@ class Paradigm(Stateful, ABC):
         """True if the servers' model is to be evaluated, as soon as no other evaluation is running."""
         return False
 
+    @property
+    def _evaluation_releases(self) -> bool:
+        """True if an evaluation of the present version, which the paradigm wants, releases workers."""
+        return False
+
     def check(self) -> None:
         """Assert the invariants, recomputed from plain counts instead of the incremental bookkeeping of `handle`.
 
@@ -124,7 +129,7 @@ class Paradigm(Stateful, ABC):
         assert all(since_s <= self._now_s for since_s in blocked.values()), (
             "a worker is blocked since a time in the future"
         )
-        assert not active or blocked.keys() != active or self.wants_evaluation, (
+        assert not active or blocked.keys() != active or self._evaluation_releases, (
             "deadlock: every active worker is blocked"
         )
 

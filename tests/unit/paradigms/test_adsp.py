@@ -643,6 +643,20 @@ def test_n_a_late_evaluation_in_the_middle_is_of_the_time_at_which_it_began():
     assert row.inputs[0] == adsp.reward([0.0, 75.0, 120.0], [8.0, 7.0, 6.0], 4.0)
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"_wanted": None}, {"_wanted": 3}, {"_search": None, "_wanted": 2}], ids=["nothing", "later", "no search"]
+)
+def test_workers_must_not_all_wait_unless_an_evaluation_releases_them(wrong):
+    """Both wait for that of version 2; it is the control."""
+    paradigm = make(2, EvaluatedADSP)
+    for event in (Evaluated(0.0, 0, 8.0, 0, 0.0), PushInfo(120.0, 0), PushInfo(121.0, 1)):
+        paradigm.handle(event)
+    paradigm.check()
+    vars(paradigm).update(wrong)
+    with pytest.raises(AssertionError, match="deadlock: every active worker is blocked"):
+        paradigm.check()
+
+
 def test_an_evaluation_without_a_loss_is_no_point():
     trace = play(make(3, EvaluatedADSP), EQUAL, 600.0, evaluate=lambda now_s: NAN)
     assert chosen(trace, "reward") == chosen(trace, "commits") == [1]
