@@ -122,7 +122,9 @@ def test_hpcsync_run_works_between_hosts_and_loses_nothing(hosts: Hosts, tmp_pat
         assert pushes["iteration"].tolist() == list(range(1, 1 + len(pushes)))
         assert len(pushes) > 10
     if paradigm == "bsp":
-        subprocess.run([*program, "together"], cwd=tmp_path, env=environ(), check=True, timeout=110, capture_output=True)
+        subprocess.run(
+            [*program, "together"], cwd=tmp_path, env=environ(), check=True, timeout=110, capture_output=True
+        )
         assert not {"n1", "n2", "n3"} & set(hosts_of(load(tmp_path / "together" / "trace.h5")))
         apart, together = (tmp_path / name / "weights.safetensors" for name in ("apart", "together"))
         assert apart.read_bytes() == together.read_bytes(), "bit for bit what one host computes"
