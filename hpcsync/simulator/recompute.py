@@ -317,8 +317,10 @@ def compared_weights(workload: Workload, path: Path) -> Check:
         again, recorded = parameter.detach(), saved[name]
         if again.shape != recorded.shape:
             return Check(WEIGHTS, False, n, f"{name}: shape {tuple(recorded.shape)}, recomputed {tuple(again.shape)}")
-        n, n_differ = n + again.numel(), n_differ + int((again != recorded).sum())
-        furthest, largest = float((again - recorded).abs().max()), float(recorded.abs().max())
+        differ = (again != recorded) & ~(again.isnan() & recorded.isnan())
+        n, n_differ = n + again.numel(), n_differ + int(differ.sum())
+        largest = float(torch.where(recorded.isfinite(), recorded, 0).abs().max())
+        furthest = float((again - recorded)[differ].abs().max()) if differ.any() else 0.0
         if not furthest <= SAME * largest:
             return Check(WEIGHTS, False, n, f"{name}: differs by up to {furthest:.3g}, its largest is {largest:.3g}")
     return Check(WEIGHTS, True, n, f"{n_differ:,} of {n:,} differ by rounding" if n_differ else "bit by bit")

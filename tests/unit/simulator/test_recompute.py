@@ -102,6 +102,19 @@ def test_a_worker_that_leaves(tmp_path: Path) -> None:
     assert found(trained(tmp_path, this)) == ALL_BITS
 
 
+def test_weights_that_are_not_finite(tmp_path: Path) -> None:
+    this = job({"name": "asp"}, optimizer={"name": "sgd", "lr": 1e200})
+    assert simulate(this, tmp_path / "run", Console(quiet=True)) == 0
+    trace = load(tmp_path / "run")
+    assert found(trace)[WEIGHTS] == "bit by bit"
+    weights = load_file(tmp_path / "run" / "weights.safetensors")
+    assert any(each.isnan().any() for each in weights.values())
+    for each in weights.values():
+        each.nan_to_num_(0.0)
+    save_file(weights, tmp_path / "run" / "weights.safetensors")
+    assert found(trace)[WEIGHTS].startswith("FAILED: ")
+
+
 # ---- controls ----
 
 
