@@ -58,7 +58,7 @@ checkpoint = {{seconds = 0.4}}
 paradigm = {paradigm}
 cluster = {{workers = {workers}, compute = {{model = "lognormal", seconds = 0.01, jitter = 0.3}}}}
 """
-PARADIGMS = {
+PARADIGMS = {  # by name, some followed by what is special
     "bsp": "",
     "asp": "",
     "ssp": "staleness = 2",
@@ -70,7 +70,9 @@ PARADIGMS = {
     "k-batch-async": 'k = "min"',
     "easgd": "period = 2",
     "ashl": "warmup = 1, profiled = 4, steps_coarse = 3, steps_fine = 2, loss_preset = 0.5",
+    "ashl gate": 'commit = "after-gate", staleness = 0, warmup = 1, profiled = 4, loss_preset = 0.5',
     "adsp": "check_period_s = 0.1, interval_min_s = 0.01, commits = 4",
+    "adsp loss": 'check_period_s = 0.1, interval_min_s = 0.01, loss = "evaluation"',
     "async-diloco": "",
     "allreduce": "",
     "local-sgd": "steps = 3",
@@ -131,7 +133,7 @@ class Place(NamedTuple):
 def job(paradigm: str) -> str:
     options = PARADIGMS[paradigm]
     return JOB.format(
-        paradigm="{" + f'name = "{paradigm}"' + f", {options}" * bool(options) + "}",
+        paradigm="{" + f'name = "{paradigm.split()[0]}"' + f", {options}" * bool(options) + "}",
         workers=2,
         workload="digits" if paradigm == "stanza" else "linear",
         batch=4,

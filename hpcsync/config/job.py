@@ -326,10 +326,11 @@ class Job(Table):
 
     @model_validator(mode="after")
     def _evaluations_are_made(self) -> Self:
+        if not self.paradigm.uses_evaluations:
+            return self
         if isinstance(self.workload, Timing):
             refuse_unevaluated(self, 'workload.name = "timing" must be one that can be evaluated')
-        paradigm = self.paradigm
-        if paradigm.uses_evaluations and not paradigm.requests_evaluations and self.evaluation.every_samples == 0:
+        if self.evaluation.every_samples == 0 and not self.paradigm.requests_evaluations:
             raise JobError('evaluation.every_samples = 0: must be at least 1 with paradigm.loss = "evaluation"')
         return self
 

@@ -45,6 +45,7 @@ PARADIGMS = {
     "k-batch-async": {"k": "min"},
     "easgd": {"period": 2},
     "ashl": {"warmup": 1, "profiled": 4, "steps_coarse": 3, "steps_fine": 2, "loss_preset": 0.5},
+    "ashl after the gate": {"commit": "after-gate", "staleness": 0, "warmup": 1, "profiled": 4, "loss_preset": 0.5},
     "adsp": {"check_period_s": 0.1, "interval_min_s": 0.01, "commits": 4},
 }
 on_death, n_updates = sys.argv[1], int(sys.argv[2])
@@ -59,7 +60,7 @@ for paradigm, options in PARADIGMS.items():
     model = torch.nn.Linear(20, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with hpcsync.connect(
-        model, optimizer, paradigm, **options, out=out, resume=True, checkpoint={"seconds": 0.2},
+        model, optimizer, paradigm.split()[0], **options, out=out, resume=True, checkpoint={"seconds": 0.2},
         stop={"updates": n_updates}, compute=compute, on_death=on_death,
     ) as sync:
         for inputs, targets in sync.shard(data, batch_size=4, epochs=None):
@@ -70,7 +71,7 @@ for paradigm, options in PARADIGMS.items():
     if on_death == "continue" and MPI.COMM_WORLD.Get_failed().size:
         break
 """
-N_PARADIGMS = 11
+N_PARADIGMS = 12
 START = """
 import sys
 from hpcsync.system.launcher import launch
