@@ -162,6 +162,7 @@ def test_a_commit_that_the_gate_keeps_back_is_saved(comm, only, folder, monkeypa
         "servers": 1,
         "workers": workers,
         "compute": {"model": "constant", "seconds": [0.006] * last + [0.002]},
+        "events": [{"worker": 0, "at_iteration": 5, "change": "slow", "factor": 4.0}],  # for whom all others then wait
         "workers_min": last,
     }
     tables = {"cluster": cluster, "checkpoint": {"updates": 999, "keep": 9}, "stop": {"updates": 60}}
