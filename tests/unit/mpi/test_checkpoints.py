@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
@@ -126,19 +127,24 @@ def test_state_that_is_not_restored_changes_the_bits(comm, only, folder, monkeyp
         assert (weights != resumed).any()
 
 
+def save_once(monkeypatch, when: Callable[[Coordinator], bool]) -> None:
+    """Let the first checkpoint begin after the first message that makes this true, as after a signal."""
+    handle = Leader._handle
+
+    def asking(self: Leader, now_s: float, record: tuple[Any, ...]) -> None:
+        handle(self, now_s, record)
+        if when(self._coordinator) and self._saver.number == 0:
+            self._saver.ask(suspending=False)
+
+    monkeypatch.setattr(Leader, "_handle", asking)
+
+
 @pytest.mark.once
 @pytest.mark.parametrize("forgets", [False, True], ids=["", "without-contribution"])
 def test_a_contribution_that_waits_for_others_is_saved(comm, only, folder, monkeypatch, forgets):
     """The first checkpoint begins between the pushes of an update, as after a signal; without it, it is the control."""
     only(3)
-    handle = Leader._handle
-
-    def asking(self: Leader, now_s: float, record: tuple[Any, ...]) -> None:
-        handle(self, now_s, record)
-        if self._coordinator._pending and self._saver.number == 0:
-            self._saver.ask(suspending=False)
-
-    monkeypatch.setattr(Leader, "_handle", asking)
+    save_once(monkeypatch, lambda coordinator: bool(coordinator._pending))
     if forgets:
         monkeypatch.setattr(Coordinator, "is_pending", lambda self, worker: False)
     weights, resumed = both(comm, job("bsp", comm.size - 1), folder)
@@ -168,14 +174,7 @@ def test_a_commit_that_the_gate_keeps_back_is_saved(comm, only, folder, monkeypa
     tables = {"cluster": cluster, "checkpoint": {"updates": 999, "keep": 9}, "stop": {"updates": 60}}
     given = job("ashl", workers, optimizer={"name": "sgd", "lr": 0.05}, **tables)
     this = Job.from_table({**given.model_dump(exclude_none=True), "paradigm": gate | short})
-    handle = Leader._handle
-
-    def asking(self: Leader, now_s: float, record: tuple[Any, ...]) -> None:
-        handle(self, now_s, record)
-        if self._coordinator.is_pending(last) and self._saver.number == 0:
-            self._saver.ask(suspending=False)
-
-    monkeypatch.setattr(Leader, "_handle", asking)
+    save_once(monkeypatch, lambda coordinator: coordinator.is_pending(last))
     on_some(comm, this, folder / "a")
     if comm.rank == 0:
         assert last in read_part(checkpoint.newest(folder / "a"), "server-0")["kept"]
@@ -254,14 +253,7 @@ def test_the_trace_is_continuous_across_a_restart(comm, needs, folder, paradigm)
 def test_a_search_that_waits_for_an_evaluation_is_resumed(comm, only, folder, monkeypatch, forgets):
     """The first checkpoint begins when all workers have stopped; without what the search has seen it is the control."""
     only(3)
-    handle = Leader._handle
-
-    def asking(self: Leader, now_s: float, record: tuple[Any, ...]) -> None:
-        handle(self, now_s, record)
-        if self._coordinator.version and not self._coordinator.computing and self._saver.number == 0:
-            self._saver.ask(suspending=False)
-
-    monkeypatch.setattr(Leader, "_handle", asking)
+    save_once(monkeypatch, lambda coordinator: bool(coordinator.version and not coordinator.computing))
     never = {"updates": 10**6, "keep": 9}
     this = job("adsp", 2, stop={"updates": 60}, checkpoint=never).model_dump(exclude_none=True) | {"paradigm": SEARCH}
     this = Job.from_table(this)
