@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -47,5 +48,6 @@ def test_without_a_guard_something_is_left(tmp_path: Path) -> None:
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     ended = trouble("--trials", 1, "--seed", seed, "--no-resume", PYTHONPATH=path)
     assert ended.returncode == 1
-    assert "WRONG temporary: ['hpcsync-" in ended.stdout, ended.stdout + ended.stderr
+    # The launcher may end by itself, its output closed, or live on.
+    assert re.search(r"WRONG .*temporary: \['hpcsync-", ended.stdout), ended.stdout + ended.stderr
     shutil.rmtree(ended.stdout.rpartition("what is left: ")[2].strip())
