@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,8 @@ from rich.table import Table
 
 from hpcsync.report.variants import half_widths
 
-Of = Callable[[pd.DataFrame], pd.Series]  # from the results of all runs a number for each seed
+# From the results of all runs a number for each seed, or a frame of its bounds, `low` and `high`.
+Of = Callable[[pd.DataFrame], "pd.Series | pd.DataFrame"]
 
 HOLDS, FAILS, UNTOLD = "holds", "does not hold", "cannot be told"  # verdicts
 
@@ -26,8 +27,8 @@ class Claim:
     It holds if the whole 95 % interval of the mean lies there, does not hold if none of it does, and cannot be told
     otherwise. Numbers of a seed are ratios or differences within that seed, so the interval is a paired one. It is
     Student's; of positive numbers without a unit, which are ratios, that of their logarithms. With one seed, that of
-    something without chance, it is the number. A number that is not known is that of a run that never arrives: it lies
-    beyond the limit, and the interval is then the range of the seeds.
+    something without chance, it is the number. Where a run never arrives, a ratio of times is known within bounds only:
+    the interval is then the range of all seeds' bounds. What does not exist (NaN) lies beyond the limit.
 
     Attributes
     ----------
@@ -65,14 +66,14 @@ class Claim:
 
     def judge(self, results: pd.DataFrame) -> dict[str, object]:
         """A row: the claim, the mean with its interval, the least and largest number, and the verdict."""
-        numbers = self.number(results)
-        known = numbers.dropna()
-        mean, low, high = self._interval(numbers.to_numpy(float))
+        bounds = self._bounds(self.number(results))
+        known = bounds["low"][(bounds["low"] == bounds["high"]) & np.isfinite(bounds["low"])]
+        mean, low, high = self._interval(bounds, known)
         return {
             "claim": self.says,
             "published": self.published,
             "expected": self.expected,
-            "ours": self._in_words(known, len(numbers), mean, low, high),
+            "ours": self._in_words(bounds, known, mean, low, high),
             "criterion": self.criterion,
             "verdict": self._verdict(low, high),
             "mean": mean,
@@ -80,20 +81,24 @@ class Claim:
             "high": high,
             "least": known.min(),
             "largest": known.max(),
-            "seeds": len(numbers),
-            "unknown": len(numbers) - len(known),
+            "seeds": len(bounds),
+            "unknown": len(bounds) - len(known),
         }
 
-    def _interval(self, numbers: np.ndarray) -> tuple[float, float, float]:
-        """Return mean and interval; the mean is NaN if a number is not known."""
-        if not len(numbers):
+    def _bounds(self, numbers: pd.Series | pd.DataFrame) -> pd.DataFrame:
+        if isinstance(numbers, pd.DataFrame):
+            return pd.DataFrame({"low": numbers["low"].fillna(-math.inf), "high": numbers["high"].fillna(math.inf)})
+        there = numbers.fillna(-math.inf if self.high == math.inf else math.inf)
+        return pd.DataFrame({"low": there, "high": there})
+
+    def _interval(self, bounds: pd.DataFrame, known: pd.Series) -> tuple[float, float, float]:
+        """Return mean and interval; the mean is NaN unless all numbers are known."""
+        if bounds.empty:
             return math.nan, math.nan, math.nan
-        if np.isnan(numbers).any():
-            beyond = -math.inf if self.high == math.inf else math.inf
-            there = np.where(np.isnan(numbers), beyond, numbers)
-            return math.nan, float(there.min()), float(there.max())
-        is_ratio = not self.unit and bool((numbers > 0).all())
-        values = np.log(numbers) if is_ratio else numbers
+        if len(known) < len(bounds):
+            return math.nan, float(bounds["low"].min()), float(bounds["high"].max())
+        is_ratio = not self.unit and bool((known > 0).all())
+        values = np.log(known.to_numpy(float)) if is_ratio else known.to_numpy(float)
         mean, half = float(values.mean()), float(half_widths(values)) if len(values) > 1 else 0.0
         ends = (mean, mean - half, mean + half)
         return tuple(map(math.exp, ends)) if is_ratio else ends  # type: ignore[return-value]
@@ -105,15 +110,26 @@ class Claim:
             return HOLDS
         return FAILS if high < self.low or low > self.high else UNTOLD
 
-    def _in_words(self, known: pd.Series, n: int, mean: float, low: float, high: float) -> str:
-        missing = f"not reached with {n - len(known)} of {n} seeds" if len(known) < n else ""
-        if not len(known):
-            return missing or "no runs"
+    def _in_words(self, bounds: pd.DataFrame, known: pd.Series, mean: float, low: float, high: float) -> str:
+        if bounds.empty:
+            return "no runs"
         digits = 0 if pd.api.types.is_integer_dtype(known) and low == high else 2
-        if missing:
-            return f"{known.min():.{digits}f} to {known.max():.{digits}f}{self.unit}, {missing}"
-        between = f" ({low:.{digits}f} to {high:.{digits}f})" if n > 1 else ""
-        return f"{mean:.{digits}f}{self.unit}{between}"
+        if len(known) == len(bounds):
+            between = f" ({low:.{digits}f} to {high:.{digits}f})" if len(known) > 1 else ""
+            return f"{mean:.{digits}f}{self.unit}{between}"
+        parts = [f"{known.min():.{digits}f} to {known.max():.{digits}f}{self.unit}"] if len(known) else []
+        rest = bounds.drop(known.index)
+        beyond = _within(rest["low"].min(), rest["high"].max())
+        return ", ".join([*parts, f"{beyond} with {len(rest)} of {len(bounds)} seeds"])
+
+
+def _within(low: float, high: float) -> str:
+    """Return the bounds of a positive number in words; those of one that does not exist are equal."""
+    if low == high:
+        return "not reached"
+    if math.isinf(high):
+        return f"at least {low:.2f}" if low > 0 else "not known"
+    return f"at most {high:.2f}" if low <= 0 else f"between {low:.2f} and {high:.2f}"
 
 
 def judged(claims: Iterable[Claim], results: pd.DataFrame) -> pd.DataFrame:
@@ -153,6 +169,16 @@ def settled_s(evaluations: pd.DataFrame, target: float) -> float:
     return float(evaluations["now_s"].iloc[first]) if first < len(evaluations) else np.nan
 
 
+def mean_time(times_s: Sequence[float], duration_s: float) -> tuple[float, float]:
+    """Return the geometric mean of times to several targets, NaN for never, and what it is at least.
+
+    A run that lasted so long without arriving arrives later than that, if at all.
+    """
+    at_least_s = [duration_s if math.isnan(time_s) else time_s for time_s in times_s]
+    time_s, at_least = (float(np.exp(np.mean(np.log(each)))) for each in (times_s, at_least_s))
+    return time_s, at_least
+
+
 # ---- numbers from results: a row per run with the columns setting, arm, paradigm and seed ----
 
 
@@ -166,8 +192,25 @@ def of(column: str, setting: str, arm: str, *paradigms: str) -> Of:
     return number
 
 
+def time_to(target: str, setting: str, arm: str, *paradigms: str) -> Of:
+    """Bounds of the time to a target, or of its mean over these paradigms.
+
+    They are columns: TARGET_s, NaN for never, and TARGET_at_least_s, how long a run was that never arrived.
+    """
+    time_s, at_least_s = (of(f"{target}{end}", setting, arm, *paradigms) for end in ("_s", "_at_least_s"))
+    return lambda results: pd.DataFrame({"low": at_least_s(results), "high": time_s(results).fillna(math.inf)})
+
+
 def ratio(a: Of, b: Of) -> Of:
-    return lambda results: a(results) / b(results)
+    """Return the ratio of two numbers, or the bounds of that of two positive ones within bounds."""
+
+    def number(results: pd.DataFrame) -> pd.Series | pd.DataFrame:
+        above, below = a(results), b(results)
+        if isinstance(above, pd.Series):
+            return above / below
+        return pd.DataFrame({"low": above["low"] / below["high"], "high": above["high"] / below["low"]})
+
+    return number
 
 
 def points(a: Of, b: Of) -> Of:

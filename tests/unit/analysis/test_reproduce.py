@@ -14,7 +14,21 @@ from scipy import stats
 from hpcsync.config.job import Job
 from hpcsync.run_dir import layout
 from reproductions import dssp, dssp_map, dssp_map_real, tuning
-from reproductions.claims import Claim, apart, judged, largest, of, points, ratio, settled_s
+from reproductions.claims import (
+    FAILS,
+    HOLDS,
+    UNTOLD,
+    Claim,
+    apart,
+    judged,
+    largest,
+    mean_time,
+    of,
+    points,
+    ratio,
+    settled_s,
+    time_to,
+)
 from reproductions.simulating import finished, simulate_all
 
 SEEDS = (1, 2, 3)
@@ -118,7 +132,7 @@ def test_the_interval_contains_the_mean_as_often_as_it_says_and_a_bootstrap_does
     assert contained["bootstrap"] < 880
 
 
-def test_a_run_that_never_arrives_lies_beyond_the_limit():
+def test_what_does_not_exist_lies_beyond_the_limit():
     frame = results(slow=[2.0, 4.0, np.nan], fast=[1.0, 2.0, 2.0])
     for claim, expected in (
         (Claim("", "", TWICE, low=1.5), "cannot be told"),
@@ -132,6 +146,47 @@ def test_a_run_that_never_arrives_lies_beyond_the_limit():
     never = frame[frame["seed"] > 2]
     assert verdict(Claim("", "", TWICE, low=1.5), never).ours == "not reached with 1 of 1 seeds"
     assert verdict(Claim("", "", TWICE, low=1.5), never).verdict == "does not hold"
+
+
+@pytest.mark.parametrize(
+    ("slow", "fast", "limits", "ours", "expected"),
+    [
+        # The slow one never arrives in runs of 8 s: it takes longer, in the claim's favour or against it.
+        ([2.0, 4.0, np.nan], [1.0, 2.0, 2.0], {"low": 1.5}, "2.00 to 2.00, at least 4.00 with 1 of 3 seeds", HOLDS),
+        ([2.0, 4.0, np.nan], [1.0, 2.0, 2.0], {"high": 2.5}, "", UNTOLD),
+        ([2.0, 4.0, np.nan], [1.0, 2.0, 2.0], {"high": 1.5}, "", FAILS),
+        ([2.0, 4.0, np.nan], [2.0, 4.0, 5.0], {"low": 1.5}, "", UNTOLD),
+        ([np.nan] * 3, [1.0, 2.0, 2.0], {"low": 1.5}, "at least 4.00 with 3 of 3 seeds", HOLDS),
+        ([np.nan] * 3, [1.0, 2.0, 2.0], {"low": 4.5}, "", UNTOLD),  # not long enough a run
+        # The fast one never does.
+        ([2.0, 4.0, 4.0], [1.0, 2.0, np.nan], {"low": 1.5}, "2.00 to 2.00, at most 0.50 with 1 of 3 seeds", UNTOLD),
+        ([2.0, 4.0, 4.0], [np.nan] * 3, {"low": 1.5}, "at most 0.50 with 3 of 3 seeds", FAILS),
+        ([2.0, 4.0, 4.0], [np.nan] * 3, {"low": 0.4}, "", UNTOLD),
+        # Neither does.
+        ([np.nan] * 3, [np.nan] * 3, {"low": 1.5}, "not known with 3 of 3 seeds", UNTOLD),
+        ([2.0, 4.0, np.nan], [1.0, 2.0, np.nan], {"low": 1.5}, "", UNTOLD),
+    ],
+)  # fmt: skip
+def test_a_run_that_never_arrives_bounds_the_ratio_of_times(slow, fast, limits, ours, expected):
+    frame = results(slow=slow, fast=fast)
+    frame["target_at_least_s"] = frame["target_s"].fillna(8.0)
+    row = verdict(
+        Claim("", "", ratio(*(time_to("target", "a", "b", each) for each in ("slow", "fast"))), **limits), frame
+    )
+    assert row.verdict == expected and row.unknown == sum(np.isnan(slow) | np.isnan(fast))
+    assert row.ours == ours or not ours
+
+
+def test_between_runs_that_arrive_a_ratio_of_times_is_one_of_numbers():
+    frame = results(slow=[2.0, 4.0, 4.4], fast=[1.0, 2.0, 2.0])
+    frame["target_at_least_s"] = frame["target_s"]
+    of_times = ratio(*(time_to("target", "a", "b", each) for each in ("slow", "fast")))
+    assert verdict(Claim("", "", of_times, low=1.5), frame).equals(verdict(Claim("", "", TWICE, low=1.5), frame))
+
+
+def test_the_mean_of_times_is_at_least_what_a_run_has_taken():
+    assert mean_time([1.0, 4.0], 9.0) == pytest.approx((2.0, 2.0))
+    assert mean_time([1.0, np.nan], 9.0) == pytest.approx((np.nan, 3.0), nan_ok=True)
 
 
 def test_one_seed_is_of_something_without_chance():
