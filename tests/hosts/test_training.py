@@ -120,7 +120,8 @@ def test_hpcsync_run_works_between_hosts_and_loses_nothing(hosts: Hosts, tmp_pat
     for worker in (0, 1):
         pushes = trace.tables["pushes"][trace.tables["pushes"]["worker"] == worker]
         assert pushes["iteration"].tolist() == list(range(1, 1 + len(pushes)))
-        assert len(pushes) > 10
+        assert len(pushes)
+    assert len(trace.tables["pushes"]) >= 60
     if paradigm == "bsp":
         subprocess.run(
             [*program, "together"], cwd=tmp_path, env=environ(), check=True, timeout=110, capture_output=True
