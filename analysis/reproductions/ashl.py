@@ -24,7 +24,7 @@ from hpcsync.config.job import Job
 from hpcsync.figures import plotting
 from hpcsync.run_dir import layout
 from hpcsync.trace.reader import Trace, load
-from reproductions.claims import Claim, Of, conclude, of, points, ratio
+from reproductions.claims import Claim, Of, conclude, mean_time, of, points, ratio, time_to
 from reproductions.simulating import simulate_all
 from reproductions.tuning import tuned
 
@@ -247,8 +247,9 @@ def cluster(workers: int, unevenness: float, slowest: float) -> dict[str, Any]:
 def measure(folder: Path) -> dict[str, Any]:
     """The results of a run.
 
-    accuracy_s, loss_s: to these targets; not known where they have not been reached, and ..._at_least_s is then how
-    long the run was. waits: the share of the workers' time. waits_after: the same since the last search, if any, ended.
+    accuracy_s, loss_s: to these targets; not known where they have not been reached, and ..._at_least_s is then what
+    the run has shown. waits: the share of the workers' time. waits_after: the same since the last search, if any, has
+    ended.
     """
     trace = load(folder / layout.TRACE)
     setting, arm, method, seed = folder.parts[-4:]
@@ -257,13 +258,10 @@ def measure(folder: Path) -> dict[str, Any]:
     smooth = evaluations[["accuracy", "loss"]].rolling(SMOOTHED, 1, center=True).mean()
     now_s = evaluations["now_s"]
     losses = [first_s(now_s, smooth["loss"] <= loss) for loss in LOSSES]
-    times = {
-        "accuracy": first_s(now_s, smooth["accuracy"] >= ACCURACY),
-        "loss": float(np.exp(np.mean(np.log(losses)))),
-    }
+    accurate_s = first_s(now_s, smooth["accuracy"] >= ACCURACY)
     row: dict[str, Any] = {"setting": setting, "arm": arm, "paradigm": method.replace("_", " "), "seed": int(seed)}
-    for by, time_s in times.items():
-        row |= {f"{by}_s": time_s, f"{by}_at_least_s": over_s if np.isnan(time_s) else time_s}
+    for by, times_s in (("accuracy", [accurate_s]), ("loss", losses)):
+        row[f"{by}_s"], row[f"{by}_at_least_s"] = mean_time(times_s, over_s)
     ends = evaluations["samples"] >= 0.9 * updates["samples"][-1]
     rows = trace.tables["pushes" if trace.job.has_servers else "exchanges"]
     rows = rows[rows["now_s"] <= over_s]
@@ -475,22 +473,26 @@ def searching_claims() -> list[Claim]:
 
 
 def time_ratio(a: str, b: str, setting: str, arm: str = "main", other_arm: str = "main", by: str = "loss") -> Of:
-    """a's time to the target / b's, or what b has been given without reaching it: then it is even less."""
-    return ratio(of(f"{by}_s", setting, arm, a), of(f"{by}_at_least_s", setting, other_arm, b))
+    """Return the ratio of the times of a and b to the target."""
+    return ratio(time_to(by, setting, arm, a), time_to(by, setting, other_arm, b))
 
 
 def after_profile(a: str, b: str, setting: str, by: str) -> Of:
     """Return the ratio of the times to the target, that of `a` counted from the end of its profile."""
-    target_s, profile_s, other_s = (
-        of(column, setting, "main", method)
-        for column, method in ((f"{by}_s", a), ("coarse_s", a), (f"{by}_at_least_s", b))
-    )
-    return lambda results: (target_s(results) - profile_s(results)) / other_s(results)
+    own, profile_s = time_to(by, setting, "main", a), of("coarse_s", setting, "main", a)
+    return ratio(lambda results: own(results).sub(profile_s(results), axis=0), time_to(by, setting, "main", b))
 
 
 def least_of_settings(a: str, b: str) -> Of:
     each = [time_ratio(a, b, setting_of(*setting)) for setting in SETTINGS]
-    return lambda results: pd.concat([one(results) for one in each], axis=1).min(axis=1)
+
+    def number(results: pd.DataFrame) -> pd.DataFrame:
+        found = [one(results) for one in each]
+        return pd.DataFrame(
+            {end: pd.concat([one[end] for one in found], axis=1).min(axis=1) for end in ("low", "high")}
+        )
+
+    return number
 
 
 def holds_from(varied: str, at: tuple[float, ...], unit: float) -> Of:
@@ -500,7 +502,7 @@ def holds_from(varied: str, at: tuple[float, ...], unit: float) -> Of:
     def number(results: pd.DataFrame) -> pd.Series:
         arms = [arm_of(varied, value) for value in at]
         each = [time_ratio("ASHL", "ADSP", BASE, arm if varied == "links" else "main", arm)(results) for arm in arms]
-        ratios = pd.concat(each, axis=1)
+        ratios = pd.concat([one["high"] for one in each], axis=1)
         holds = ratios.to_numpy() <= LESS
         from_here = np.logical_and.accumulate(holds[:, ::-1], axis=1)[:, ::-1]
         first = np.where(from_here.any(axis=1), np.array(at)[from_here.argmax(axis=1)] / unit, np.nan)

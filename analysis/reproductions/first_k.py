@@ -23,7 +23,7 @@ from hpcsync.figures import plotting
 from hpcsync.figures.adaptive import steps_of_k
 from hpcsync.run_dir import layout
 from hpcsync.trace.reader import Trace, load
-from reproductions.claims import Claim, Of, conclude, of, points, ratio
+from reproductions.claims import Claim, Of, conclude, mean_time, of, points, ratio, time_to
 from reproductions.simulating import simulate_all
 from reproductions.tuning import tuned
 
@@ -253,8 +253,8 @@ def speed_left(job: Job, until_s: float) -> float:
 def measure(folder: Path) -> tuple[dict[str, Any], pd.DataFrame]:
     """The results of a run: a row, and its evaluations.
 
-    accuracy_s, loss_s: to these targets; not known where they have not been reached, and ..._at_least_s is then how
-    long the run was. ..._even_s: the same, had the nodes been as contended as they are in the mean, so that clusters
+    accuracy_s, loss_s: to these targets; not known where they have not been reached, and ..._at_least_s is then what
+    the run has shown. ..._even_s: the same, had the nodes been as contended as they are in the mean, so that clusters
     and seeds are of one total speed.
     """
     trace = load(folder / layout.TRACE)
@@ -270,15 +270,13 @@ def measure(folder: Path) -> tuple[dict[str, Any], pd.DataFrame]:
         evaluations[column].rolling(SMOOTHED, 1, center=True).mean() for column in ("accuracy", "loss")
     )
     losses = [first_s(evaluations["now_s"], evaluations["loss"] <= loss) for loss in targets.losses]
-    times = {
-        "accuracy": first_s(evaluations["now_s"], evaluations["accuracy"] >= targets.accuracy),
-        "loss": float(np.exp(np.mean(np.log(losses)))),
-    }
+    accurate_s = first_s(evaluations["now_s"], evaluations["accuracy"] >= targets.accuracy)
     row: dict[str, Any] = {**run}
-    for by, time_s in times.items():
-        at_least_s = over_s if np.isnan(time_s) else time_s
+    for by, times_s in (("accuracy", [accurate_s]), ("loss", losses)):
+        time_s, at_least_s = mean_time(times_s, over_s)
         speed = speed_left(trace.job, at_least_s) / (LEFT if setting.startswith("contended") else 1)
-        row |= {f"{by}_s": time_s, f"{by}_at_least_s": at_least_s, f"{by}_even_s": at_least_s * speed}
+        row |= {f"{by}_s": time_s, f"{by}_at_least_s": at_least_s}
+        row |= {f"{by}_even_s": time_s * speed, f"{by}_even_at_least_s": at_least_s * speed}
     row |= {
         "error": 1 - evaluations["accuracy"][evaluations["now_s"] >= 0.9 * over_s].mean(),
         "duration_s": over_s,
@@ -328,7 +326,9 @@ def claims() -> list[Claim]:
                 found.append(Claim(says, "sooner", sooner(method, other, "heterogeneous", "tuned", by), low=1.05))
     for method in CLAIMED:
         says = f"homogeneous, plain SGD: {method} trains on as many samples a second as BSP"
-        number = ratio(of("samples_per_s", "homogeneous", "plain", method), of_bsp("samples_per_s", "plain"))
+        number = ratio(
+            of("samples_per_s", "homogeneous", "plain", method), of("samples_per_s", "homogeneous", "plain", "BSP")
+        )
         found.append(Claim(says, "", number, low=0.97))
         says = f"homogeneous, plain SGD, by the loss: {method}'s time / BSP's"
         found.append(Claim(says, "", effect(method, "homogeneous", "plain", "loss"), high=NO_LATER))
@@ -343,23 +343,18 @@ def claims() -> list[Claim]:
         for part in PARTS:
             whole, _ = part.split(", ")
             says = f"{where}, plain SGD, by the loss: {part}: its time / {whole}'s"
-            number = ratio(of("loss_s", where, "plain", part), of("loss_s", where, "plain", whole))
-            found.append(Claim(says, "", number, 1 / NO_LATER, NO_LATER))
+            found.append(Claim(says, "", sooner(whole, part, where, "plain", "loss"), 1 / NO_LATER, NO_LATER))
     return found
 
 
 def sooner(a: str, b: str, where: str, rate: str, by: str) -> Of:
-    """Return the ratio of the times of b and a to the target; at least that if b does not reach it."""
-    return ratio(of(f"{by}_at_least_s", where, rate, b), of(f"{by}_s", where, rate, a))
+    """Return the ratio of the times of b and a to the target."""
+    return ratio(time_to(by, where, rate, b), time_to(by, where, rate, a))
 
 
 def effect(method: str, where: str, rate: str, by: str) -> Of:
     """Return the ratio of the time to that of BSP on as many equal workers of the same total speed."""
-    return ratio(of(f"{by}_even_s", where, rate, method), of_bsp(f"{by}_even_s", rate))
-
-
-def of_bsp(column: str, rate: str) -> Of:
-    return of(column, "homogeneous", rate, "BSP")
+    return ratio(time_to(f"{by}_even", where, rate, method), time_to(f"{by}_even", "homogeneous", rate, "BSP"))
 
 
 def envelope(method: str, task: str) -> Of:

@@ -21,7 +21,7 @@ from hpcsync.config.job import Job
 from hpcsync.figures import plotting
 from hpcsync.run_dir import layout
 from hpcsync.trace.reader import load
-from reproductions.claims import Claim, Of, apart, conclude, of, points, ratio, settled_s
+from reproductions.claims import Claim, Of, apart, conclude, of, points, ratio, settled_s, time_to
 from reproductions.simulating import simulate_all
 from reproductions.tuning import tuned
 
@@ -149,7 +149,7 @@ def write_times(path: Path, workers: int, seed: int, compute_s: float = COMPUTE_
 
 
 def measure(folder: Path) -> dict[str, Any]:
-    """The results of a run. target_s is unknown if it has not been reached, at_least_s is then how long the run was."""
+    """The results of a run. If it does not arrive, target_s is not known, and target_at_least_s is its length."""
     trace = load(folder / layout.TRACE)
     setting, arm, paradigm, seed = folder.parts[-4:]
     last = trace.tables["updates"][-1]  # what is still computed when the run is over counts for nothing
@@ -161,7 +161,7 @@ def measure(folder: Path) -> dict[str, Any]:
         evaluations["accuracy"] = evaluations["accuracy"].rolling(3, 1, center=True).mean()
         target_s = settled_s(evaluations, TARGET)
         row["target_s"] = target_s
-        row["at_least_s"] = duration_s if np.isnan(target_s) else target_s
+        row["target_at_least_s"] = duration_s if np.isnan(target_s) else target_s
         row["accuracy"] = evaluations["accuracy"][evaluations["now_s"] >= 0.9 * duration_s].mean()
     return row
 
@@ -250,8 +250,8 @@ def with_own_rates(setting: str) -> list[Claim]:
 
 
 def sooner(a: str, b: str, setting: str, step: str) -> Of:
-    """Return the ratio of the times of b and a to the target; at least that if b does not reach it."""
-    return ratio(of("at_least_s", setting, step, *parts(b)), of("target_s", setting, step, *parts(a)))
+    """Return the ratio of the times of b and a to the target."""
+    return ratio(*(time_to("target", setting, step, *parts(method)) for method in (b, a)))
 
 
 def parts(method: str) -> tuple[str, ...]:

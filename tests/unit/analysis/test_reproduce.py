@@ -225,6 +225,7 @@ def every_run(target_s, lead):
         setting, arm, paradigm, seed = name.replace("SSP-", "SSP ").replace("DSSP-", "DSSP ").split("/")
         run = {"setting": setting, "arm": arm, "paradigm": paradigm, "seed": int(seed)}
         numbers = {"target_s": target_s(arm, paradigm), "push_gap": lead(paradigm)}
+        numbers["target_at_least_s"] = numbers["target_s"]
         rows.append({**run, **numbers, "samples_per_s": 1e3, "accuracy": 0.98, "decay_s": 1.0})
     return pd.DataFrame(rows)
 

@@ -192,7 +192,11 @@ def test_who_never_gets_there_beats_nobody_and_is_beaten(jobs):
     for never, holds in (("ASHL", False), ("ADSP", True)):
         frame = results(jobs, lambda arm, method, never=never: np.nan if method == never else 10.0)
         verdict = judge(frame, says).loc[says]
-        assert (verdict["verdict"] == "holds") == holds and verdict["unknown"] == (1 - holds)
+        assert (verdict["verdict"] == "holds") == holds and verdict["unknown"] == 1
+    frame = results(jobs, lambda arm, method: np.nan if arm == "half" and method == "ASHL" else 10.0)
+    assert judge(frame, "half the step: ASHL's time").iloc[0]["verdict"] == "holds", "it takes longer, as claimed"
+    neither = results(jobs, lambda arm, method: np.nan if method in ("ASHL", "ADSP") else 10.0)
+    assert judge(neither, says).loc[says, "verdict"] == "cannot be told"
 
 
 def test_a_profile_that_is_not_counted_is_subtracted(jobs):
