@@ -41,9 +41,10 @@ def check_exchanges(trace: Trace) -> list[Check]:
         return [first]
     run = PeerRecount(trace)
     in_step = [exchanges_of_all_keep_in_step(run)] if run.together else []
+    alone = [] if run.together or run.pairwise else [no_worker_waits(run)]
     shares = [] if run.job.batches.policy == "equal" else check_agreed_sizes(run)
     separated = [] if run.groups is None else check_separation(run, run.groups)
-    of_rows = [*(check(run) for check in CHECKS), *in_step, *shares, *separated]
+    of_rows = [*(check(run) for check in CHECKS), *in_step, *alone, *shares, *separated]
     return [first, *of_rows, evaluations_come_when_due(trace), *check_training(trace)]
 
 
@@ -270,6 +271,19 @@ def exchanges_of_all_keep_in_step(run: PeerRecount) -> Check:
         lambda i: (
             f"{run.step_name(i)} begins at {run.steps['begin_s'][i]} s, before all have ended iteration {before[i]}"
         ),
+    )
+
+
+def no_worker_waits(run: PeerRecount) -> Check:
+    """Check that no worker waits for others at an exchange.
+
+    It tells asynchronous gossip from synchronous gossip, whose workers record how long they wait for the last one.
+    """
+    wait_s = run.rows["wait_s"]
+    return check_rows(
+        "no worker waits for others",
+        wait_s > 0,
+        lambda i: f"/exchanges row {i}: worker {run.rows['worker'][i]} waits for {wait_s[i]} s",
     )
 
 

@@ -34,6 +34,7 @@ SAME = "all replicas have equal weights"
 LEFT = "no worker acts after it leaves"
 END = "the stopping rule ended the run"
 IN_STEP = "no worker begins before all have exchanged"
+ALONE = "no worker waits for others"
 ROWS = "values of /decisions are valid"
 SIZES = "batch sizes equal the agreed sizes"
 FOLLOW = "batch sizes follow from the predicted times"
@@ -336,10 +337,13 @@ def test_no_bytes_without_an_exchange(traces):
     assert failing(edit(traces["push"], "exchanges", late, wire_bytes=8)) == {BYTES}
 
 
-@pytest.mark.parametrize("paradigm", ["allreduce", "local-sgd", "permutation"])
-def test_synchronous_workers_wait_for_all(traces, paradigm):
+TOGETHER = ("pull-together", "push-together", "push-sum-together")
+PERIODS = {"allreduce": 1, "local-sgd": 4, "permutation": 3, "pull-together": 2, "push-together": 1}
+
+
+@pytest.mark.parametrize(("paradigm", "period"), PERIODS.items())
+def test_synchronous_workers_wait_for_all(traces, paradigm, period):
     trace = traces[paradigm]
-    period = {"allreduce": 1, "local-sgd": 4, "permutation": 3}[paradigm]
     rows = trace.tables["exchanges"]
     of_last = rows[rows["iteration"] == period]
     fastest = of_last[np.argmin(of_last["end_s"])]  # could have begun before the others were ready
@@ -353,6 +357,29 @@ def test_synchronous_workers_wait_for_all(traces, paradigm):
     clocks["uncertainty_s"] = 60.0
     real = dataclasses.replace(trace, attributes={**trace.attributes, "engine": "mpi"})
     assert failing(edit(with_rows(real, "clocks", clocks), "exchanges", row, **early)) == set()
+
+
+@pytest.mark.parametrize("paradigm", TOGETHER)
+def test_a_synchronous_trace_is_none_of_asynchronous_workers(traces, paradigm):
+    """Evaluations are those of the moment of an exchange, before its rows."""
+    asynchronous = record({**PARADIGMS[paradigm], "synchronous": False})
+    assert failing(asynchronous) == set()
+    assert failing(as_seed(traces[paradigm], asynchronous)) == {ALONE, SAMPLES}
+    assert failing(as_seed(asynchronous, traces[paradigm])) >= {IN_STEP, END}
+    never = {"evaluation": {"every_samples": 10**6}}
+    alike = record({**PARADIGMS[paradigm], "synchronous": False}, **never)
+    assert failing(as_seed(record(paradigm, **never), alike)) == {ALONE}
+
+
+@pytest.mark.parametrize("paradigm", ["pull", "push", "push-sum"])
+def test_asynchronous_workers_do_not_wait(traces, paradigm):
+    trace = traces[paradigm]
+    row = with_exchange(trace)
+    comm_s = float(trace.tables["exchanges"]["comm_s"][row])
+    waiting = {"wait_s": comm_s / 2, "comm_s": comm_s / 2}
+    assert failing(edit(trace, "exchanges", row, **waiting)) == {ALONE}
+    pairs = traces["ad-psgd"]  # of which a worker waits while another one averages with the same peer
+    assert failing(edit(pairs, "exchanges", with_exchange(pairs), wait_s=1e-9)) == set()
 
 
 def test_updates(trace):
@@ -608,5 +635,5 @@ def test_a_file_is_audited(tmp_path):
     assert main(tmp_path / "t.h5", console) == 0
     shown = console.export_text()
     rows = reader.load(tmp_path / "t.h5").tables["exchanges"]
-    assert f"gossip, {(rows['batch_size'] > 0).sum()} iterations: all 22 checks passed" in shown
+    assert f"gossip, {(rows['batch_size'] > 0).sum()} iterations: all 23 checks passed" in shown
     assert max(map(len, shown.splitlines())) <= 80

@@ -21,7 +21,7 @@ from hpcsync.trace.reader import Trace, load
 from hpcsync.training.parameter_store import Store
 from tests.unit.jobs import make_job
 from tests.unit.simulator.running import PARADIGMS, WITHOUT_SERVER
-from tests.unit.trace.recorder import edit, with_rows
+from tests.unit.trace.recorder import attributes, edit, with_rows
 
 FINE = {"name": "ashl", "warmup": 0, "profiled": 2, "steps_coarse": 1, "loss_preset": 1e9, "staleness": 0}
 SERVED: list[dict[str, Any]] = [
@@ -38,7 +38,9 @@ SERVED: list[dict[str, Any]] = [
     {**FINE, "commit": "after-gate"},
 ]
 IN_STEP = [
-    each for each in WITHOUT_SERVER if each["name"] in ("allreduce", "local-sgd") or each.get("mode") == "permutation"
+    *(each for each in WITHOUT_SERVER if each["name"] in ("allreduce", "local-sgd")),
+    *(each for each in WITHOUT_SERVER if each.get("mode") == "permutation" or each.get("synchronous")),
+    {"name": "gossip", "mode": "pull", "synchronous": True},
 ]
 
 
@@ -193,6 +195,25 @@ def test_what_does_not_follow_is_refused(tmp_path: Path, tables: dict[str, Any],
     this = job(**{"paradigm": {"name": "bsp"}, **tables})
     with pytest.raises(NotRecomputed, match=says):
         recompute(trained(tmp_path, this))
+
+
+@pytest.mark.parametrize("options", [{"mode": "permutation"}, {"mode": "pull", "synchronous": True}], ids=str)
+def test_beta_shows_in_what_is_recomputed_alone(tmp_path: Path, options: dict[str, Any]) -> None:
+    """No column holds it, so the rows of a trace are right under any beta."""
+    gossip = {"name": "gossip", **options}
+    trace = trained(tmp_path, job({**gossip, "beta": 0.3}))
+    other = dataclasses.replace(trace, attributes={**trace.attributes, **attributes(job({**gossip, "beta": 0.9}))})
+    assert [check.name for check in audit(other) if not check.passed] == []
+    assert all(not check.passed for check in recompute(other))
+    assert [check.passed for check in simulated_again(other)] == [False, False]
+
+
+def test_a_simulated_pull_shows_its_beta(tmp_path: Path) -> None:
+    pull = {"name": "gossip", "mode": "pull"}
+    trace = trained(tmp_path, job({**pull, "beta": 0.3}))
+    assert all(check.passed for check in simulated_again(trace))
+    other = dataclasses.replace(trace, attributes={**trace.attributes, **attributes(job({**pull, "beta": 0.9}))})
+    assert not any(check.passed for check in simulated_again(other))
 
 
 def test_a_run_without_an_iteration_is_refused(tmp_path: Path) -> None:
