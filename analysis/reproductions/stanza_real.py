@@ -22,6 +22,7 @@ from hpcsync.core.stanza_resolution import resolved
 from hpcsync.paradigms.stanza import StanzaOptions
 from hpcsync.run_dir import layout
 from hpcsync.system import launcher
+from hpcsync.system.atomic_files import whole
 from hpcsync.system.namespaces import Hosts
 from hpcsync.trace.reader import load
 from hpcsync.workloads.registry import build
@@ -77,22 +78,34 @@ def run_all(rate: str, seeds: Sequence[int], out: Path, console: Console) -> dic
     """Run what is missing in the folder, on hosts with links of this rate; how fast these are."""
     link = out / f"{rate}.json"
     todo = {path_of(rate, "real", method, seed): job(method, seed) for seed in seeds for method in METHODS}
-    missing = {name: asked for name, asked in todo.items() if not finished(out / name, asked)}
+    missing = {name: asked for name, asked in todo.items() if not counted(out / name, asked)}
     if missing or not link.exists():
         with Hosts(HOSTS, rate=rate) as hosts:
             if not link.exists():
-                line = [sys.executable, "-m", "mpi4py", str(FOLDER / "link_speed.py"), str(link.resolve())]
-                succeed(hosts, [*hosts.mpiexec([1, 2]), "-n", "2", *line], launcher.environment())
+                with whole(link.resolve()) as file:
+                    line = [sys.executable, "-m", "mpi4py", str(FOLDER / "link_speed.py"), str(file)]
+                    succeed(hosts, [*hosts.mpiexec([1, 2]), "-n", "2", *line], launcher.environment())
             for n, (name, asked) in enumerate(missing.items(), 1):
                 console.print(f"run {n} of {len(missing)}: {name}")
                 run(hosts, asked, (out / name).resolve())
     return json.loads(link.read_text())
 
 
+def counted(folder: Path, asked: Job) -> bool:
+    """Return True if the folder has the finished run of exactly this job, and the bytes that its cables carried."""
+    return (folder / CABLES).exists() and finished(folder, asked)
+
+
 def run(hosts: Hosts, asked: Job, folder: Path) -> None:
     """One rank on each host, or a server and its worker, by `hpcsync run`. Raises CalledProcessError if it fails."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name in (layout.TRACE, layout.JOB, layout.WEIGHTS, layout.SUMMARY):  # of a run that did not come to its end
+    for name in (
+        layout.TRACE,
+        layout.JOB,
+        layout.WEIGHTS,
+        layout.SUMMARY,
+        CABLES,
+    ):  # of a run that did not come to its end
         (folder / name).unlink(missing_ok=True)
     file = folder / "asked.toml"
     file.write_text(asked.to_toml(), encoding="utf-8")
@@ -100,7 +113,8 @@ def run(hosts: Hosts, asked: Job, folder: Path) -> None:
     line = [sys.executable, "-m", "hpcsync", "run", str(file), "--out", str(folder)]
     before = sent_bytes(hosts)
     succeed(hosts, line, os.environ | {"PYTHONPATH": str(ROOT), "MPIEXEC": mpiexec})
-    (folder / CABLES).write_text(json.dumps(sent_bytes(hosts) - before))
+    with whole(folder / CABLES) as file:
+        file.write_text(json.dumps(sent_bytes(hosts) - before))
 
 
 def sent_bytes(hosts: Hosts) -> int:
