@@ -9,8 +9,9 @@ That a delay acts like a batch follows from the bounds of Koloskova et al. (2022
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from hpcsync.config.job import Job
 from hpcsync.figures import plotting
 from hpcsync.trace.reader import Trace, load
 from hpcsync.trace.schema import Outcome
-from reproductions.claims import Claim, conclude
+from reproductions.claims import Claim, conclude, ratio
 from reproductions.simulating import simulate_all
 
 TARGET = 0.95  # accuracy
@@ -151,6 +152,7 @@ def fit(runs: pd.DataFrame, phi: pd.Series | float) -> tuple[float, float]:
 
 
 VARIANTS = {"law": 1.0, "phi = 1": np.nan, "without noise": 0.0}  # factor of the measured phi
+CONTROLS = tuple(VARIANTS)[1:]
 
 
 def fitted(runs: pd.DataFrame) -> pd.DataFrame:
@@ -168,85 +170,81 @@ def fitted(runs: pd.DataFrame) -> pd.DataFrame:
     return arrived
 
 
-def error(runs: pd.DataFrame, variant: str) -> float:
-    """Return the typical factor between prediction and measurement: exp of the root mean square of its logarithm."""
-    return float(np.exp(np.sqrt((np.log(runs[variant] / runs["gradients"]) ** 2).mean())))
+def by_setting(runs: pd.DataFrame, number: Callable[[pd.DataFrame], float]) -> pd.Series:
+    """Return a number of each setting."""
+    return pd.Series({Setting(*key): number(rows) for key, rows in runs.groupby(list(Setting._fields))}, dtype=float)
 
 
-def error_elsewhere(runs: pd.DataFrame, column: str, known: float) -> float:
+def typical(logs: pd.Series) -> float:
+    """Return the exponential of the root mean square: a typical factor, of its logarithms."""
+    return float(np.exp(np.sqrt((logs**2).mean())))
+
+
+def error(runs: pd.DataFrame, variant: str) -> pd.Series:
+    """Return the typical factor between prediction and measurement in each setting."""
+    return by_setting(runs, lambda rows: typical(np.log(rows[variant] / rows["gradients"])))
+
+
+def error_elsewhere(runs: pd.DataFrame, column: str, known: float) -> pd.Series:
     """Return the typical factor of error where `column` is not `known`, with `a` and `kappa` fitted where it is."""
     here, other = runs[runs[column] == known], runs[runs[column] != known]
-    there = other.assign(elsewhere=predicted(other, other["phi"], *fit(here, here["phi"])))
-    return error(there, "elsewhere") if len(here) and len(there) else np.nan
+    if here.empty or other.empty:
+        return pd.Series(dtype=float)
+    return error(other.assign(elsewhere=predicted(other, other["phi"], *fit(here, here["phi"]))), "elsewhere")
 
 
-def scatter(runs: pd.DataFrame) -> float:
-    """Return the typical factor between the measured gradients of a method's seeds and their mean in logarithms."""
-    logs = np.log(runs["gradients"])
-    spread = logs.groupby([runs[name] for name in (*Setting._fields, "method")]).std()
-    return float(np.exp(np.sqrt((spread**2).mean())))
+def scatter(runs: pd.DataFrame) -> pd.Series:
+    """Return the typical factor between the gradients of a method's seeds and their mean in logarithms."""
+    return by_setting(runs, lambda rows: typical(np.log(rows["gradients"]).groupby(rows["method"]).std()))
 
 
-def orders(runs: pd.DataFrame, variant: str) -> float:
-    """Return the mean over settings of Kendall's tau between predicted and measured gradients of the methods."""
-    found = []
-    for _, rows in runs.groupby(list(Setting._fields)):
+def order(runs: pd.DataFrame, variant: str) -> pd.Series:
+    """Return Kendall's tau between predicted and measured gradients of the methods in each setting."""
+
+    def tau(rows: pd.DataFrame) -> float:
         means = rows.groupby("method")[[variant, "gradients"]].mean()
-        found.append(stats.kendalltau(means[variant], means["gradients"]).statistic)
-    return float(np.mean(found))
+        return float(stats.kendalltau(means[variant], means["gradients"]).statistic)
+
+    return by_setting(runs, tau)
+
+
+def bias(runs: pd.DataFrame, methods: Sequence[str]) -> pd.Series:
+    """Return the geometric mean of predicted over measured gradients of these methods in each setting."""
+    rows = runs[runs["method"].isin(methods)]
+    return by_setting(rows, lambda rows: float(np.exp(np.log(rows["law"] / rows["gradients"]).mean())))
 
 
 def claims(momenta: Sequence[float]) -> list[Claim]:
-    def of(value: Any) -> Any:
-        return lambda runs: pd.Series({0: value(runs)})
+    """Return the claims; their numbers are those of each setting, and intervals those of their mean."""
+    return [claim for momentum in momenta for claim in claims_of(momentum)]
+
+
+def claims_of(momentum: float) -> list[Claim]:
+    """Return the claims on one momentum."""
+
+    def claim(says: str, number: Callable[[pd.DataFrame], pd.Series], **limits: float) -> Claim:
+        return Claim(
+            f"momentum {momentum:g}: {says}", "", lambda runs: number(runs[runs["momentum"] == momentum]), **limits
+        )
 
     found = []
-    for momentum in momenta:
-
-        def chosen(runs: pd.DataFrame, momentum: float = momentum) -> pd.DataFrame:
-            return runs[runs["momentum"] == momentum]
-
-        name = f"momentum {momentum:g}: "
-        for variant in VARIANTS:
-            found.append(
-                Claim(
-                    f"{name}typical factor of error, {variant}",
-                    "",
-                    of(lambda runs, v=variant, c=chosen: error(c(runs), v)),
-                    high=1.25 if variant == "law" else np.inf,
-                )
-            )
-            found.append(
-                Claim(
-                    f"{name}Kendall's tau of the methods in a setting, {variant}",
-                    "",
-                    of(lambda runs, v=variant, c=chosen: orders(c(runs), v)),
-                    low=0.6 if variant == "law" else -np.inf,
-                )
-            )
-        for column, known in (("workers", 4), ("batch", 32)):
-            found.append(
-                Claim(
-                    f"{name}typical factor of error of other {column}, fitted with {column} = {known}",
-                    "",
-                    of(lambda runs, k=column, n=known, c=chosen: error_elsewhere(c(runs), k, n)),
-                )
-            )
-        found.append(Claim(f"{name}typical factor between seeds", "", of(lambda runs, c=chosen: scatter(c(runs)))))
-        for column in ("a, law", "kappa, law"):
-            found.append(Claim(name + column, "", of(lambda runs, k=column, c=chosen: c(runs)[k].iloc[0])))
-        for kind, methods in {"synchronous": SYNCHRONOUS, "asynchronous": ASYNCHRONOUS}.items():
-            found.append(
-                Claim(
-                    f"{name}predicted / measured, {kind}",
-                    "",
-                    of(
-                        lambda runs, m=methods, c=chosen: float(
-                            np.exp(np.log(c(runs)["law"] / c(runs)["gradients"])[c(runs)["method"].isin(m)].mean())
-                        )
-                    ),
-                )
-            )
+    for variant in VARIANTS:
+        high, low = (1.25, 0.6) if variant == "law" else (np.inf, -np.inf)
+        says = f"typical factor of error, {variant}"
+        found.append(claim(says, functools.partial(error, variant=variant), high=high))
+        says = f"Kendall's tau of the methods in a setting, {variant}"
+        found.append(claim(says, functools.partial(order, variant=variant), low=low, unit=" tau"))
+    for control in CONTROLS:
+        number = ratio(functools.partial(error, variant=control), functools.partial(error, variant="law"))
+        found.append(claim(f"typical factor of error, {control}, over the law's", number, low=1.0))
+    for column, known in (("workers", 4), ("batch", 32)):
+        says = f"typical factor of error of other {column}, fitted with {column} = {known}"
+        found.append(claim(says, functools.partial(error_elsewhere, column=column, known=known)))
+    found.append(claim("typical factor between seeds", scatter))
+    for column in ("a, law", "kappa, law"):
+        found.append(claim(column, lambda runs, column=column: runs[column].iloc[:1]))
+    for kind, methods in {"synchronous": SYNCHRONOUS, "asynchronous": ASYNCHRONOUS}.items():
+        found.append(claim(f"predicted / measured, {kind}", functools.partial(bias, methods=methods)))
     return found
 
 

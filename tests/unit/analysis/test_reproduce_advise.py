@@ -1,5 +1,6 @@
 """Regret of advice: its parts on numbers made by hand, and the whole on one small setting in virtual time."""
 
+import itertools
 import json
 import sys
 
@@ -14,6 +15,7 @@ from hpcsync.core.job_validation import check
 from hpcsync.trace.reader import load
 from reproductions import advise, real_ranks, regret
 from reproductions.advise import CANDIDATES, Setting
+from reproductions.claims import judged
 from tests.unit.cli.test_advise import Inline
 
 
@@ -70,6 +72,40 @@ def test_order_and_coverage(runs):
     assert regret.covered(runs)["digits-equal-0"] == pytest.approx(5 / 9)
     assert regret.costs(runs)["digits-equal-0"] == pytest.approx(6 / 4)
     assert regret.samples(runs)["digits-equal-0"] == 7.0
+
+
+def judge(numbers: list[float], high: float, statistic=regret.MEDIAN) -> pd.Series:
+    claim = regret.Resampled("", "", lambda _: pd.Series(numbers), high=high, unit=" %", statistic=statistic)
+    return judged([claim], pd.DataFrame()).iloc[0]
+
+
+def test_the_interval_of_a_median_is_that_of_all_samples_with_replacement():
+    numbers = [0.0, 1.0, 2.0, 30.0, 4.0]
+    exact = np.median(np.array(list(itertools.product(numbers, repeat=5))), axis=1)
+    row = judge(numbers, high=5.0)
+    assert (row["mean"], row["low"], row["high"]) == (2.0, *np.quantile(exact, (0.025, 0.975)))
+    assert row["verdict"] == "cannot be told" and row["high"] == 30.0
+    assert judge([*numbers[:3], 3.0, 4.0], high=5.0)["verdict"] == "holds", "without the outlier it can be told"
+    assert judge([9.0, *numbers[3:4]], high=5.0)["verdict"] == "does not hold"
+
+
+def test_a_quantile_and_a_number_that_is_not_known():
+    tenth = judge([1.0] * 9 + [11.0], high=5.0, statistic=regret.TENTH)
+    assert (tenth["mean"], tenth["verdict"]) == (pytest.approx(2.0), "cannot be told")
+    assert judge([1.0, np.nan], high=5.0)["verdict"] == "cannot be told"
+    assert judge([1.0], high=5.0)["ours"] == "1.00 %"
+
+
+def test_claims_are_over_the_settings(runs):
+    found = judged(regret.claims(runs), runs).set_index("claim")
+    assert (
+        found.loc[["mean regret", "median regret", "runs of the advised candidate in the 80 % interval"], "seeds"]
+        .eq(2)
+        .all()
+    )
+    assert found.loc["median regret", "verdict"] == "holds" and found.loc["settings", "seeds"] == 1
+    worse = runs.assign(advised=runs["candidate"] == "ssp")
+    assert judged(regret.claims(worse), worse).set_index("claim").loc["median regret", "verdict"] == "does not hold"
 
 
 def test_candidates_are_called_as_the_advice_calls_them():
