@@ -2,6 +2,8 @@
 
 Jin, Yuan, Iandola, Keutzer: "How to scale distributed deep learning?", 2016. The simulations have 4 to 128 workers,
 three learning rates, with and without stragglers; others measure the samples per second of a model of the paper's size.
+Of the paper only the abstract could be read; other settings are those of the first author's program
+(github.com/peterhj/rembrandt), or ours.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from reproductions.tuning import tuned
 # ---- what is run ----
 
 WORKERS = (4, 8, 16, 32, 64, 128)
-FEW, LIMIT, MANY = 8, 32, 128  # the paper: asynchronous methods win up to about 32, all-reduce goes on to about 100
+FEW, LIMIT, MANY = 8, 32, 128  # the abstract: asynchronous methods win up to about 32, all-reduce goes on to about 100
 PARADIGMS: dict[str, dict[str, Any]] = {
     "all-reduce": {"name": "allreduce"},
     "EASGD": {"name": "easgd", "beta": 0.8, "period": 10},
@@ -40,7 +42,7 @@ SERVER = {"server": {"name": "asp"}}  # each gradient through a parameter server
 NAMES = {"all-reduce": "all-reduce", "EASGD": "EASGD", "gossip": "gossip", "server": "ASP"}
 ASYNCHRONOUS = ("EASGD", "gossip")
 
-BATCH = 16  # of a worker, whatever their number: the paper's from 16 workers on
+BATCH = 16  # of a worker, whatever their number: the program's with 16 workers
 # With the large one all-reduce of 4 workers just about settles; the medium one is the largest with which EASGD does.
 STEPS = {"large": 0.2, "medium": 0.05, "small": 0.01}
 SECONDS = {"large": 24.0, "medium": 36.0, "small": 75.0}  # of a run

@@ -1,4 +1,6 @@
-"""Gossip as the paper trains: decaying rates, an aggregate batch of 256; synchronous, other beta, other periods.
+"""Gossip as its first author's program trains, with decaying rates and an aggregate batch of 256; and its variants.
+
+The variants are synchronous, or have another beta or another period. The program's weight decay of 1e-4 is left out.
 
 Test of claims of Jin, Yuan, Iandola and Keutzer, "How to scale distributed deep learning?", 2016, beside those of
 `reproductions.gossip`, which have a constant learning rate and the same batch of a worker for all numbers of workers.
@@ -36,9 +38,9 @@ from reproductions.simulating import simulate_all
 from reproductions.tuning import tuned
 
 WORKERS = (8, 32)
-AGGREGATE = 256  # samples of an iteration of up to 16 workers together; the paper's
+AGGREGATE = 256  # samples of an iteration of up to 16 workers together; the program's
 SAMPLES = 147_456  # of a run: 576 iterations of 256 samples, a guess; 103 passes over the digits
-DECAYS = [SAMPLES // 3, 2 * SAMPLES // 3]  # the rate times 0.1 at each; the paper: at 150,000 and 300,000 iterations
+DECAYS = [SAMPLES // 3, 2 * SAMPLES // 3]  # the rate times 0.1 at each; the program: at 150,000 and 300,000 iterations
 EVALUATIONS = 150
 FIRST_SEED = 11
 

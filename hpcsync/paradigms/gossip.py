@@ -11,8 +11,9 @@ In a permutation every worker sends to one worker and receives from one, so that
 
 References
 ----------
-P. H. Jin, Q. Yuan, F. Iandola and K. Keutzer, "How to scale distributed deep learning?", 2016, arXiv:1611.04581,
-section 4. M. Assran et al., "Stochastic Gradient Push for Distributed Deep Learning", ICML 2019 (exponential topology).
+P. H. Jin, Q. Yuan, F. Iandola and K. Keutzer, "How to scale distributed deep learning?", 2016, arXiv:1611.04581. Only
+its abstract could be read: pull and push are those of its first author's program, github.com/peterhj/rembrandt.
+M. Assran et al., "Stochastic Gradient Push for Distributed Deep Learning", ICML 2019 (exponential topology).
 """
 
 from __future__ import annotations
