@@ -22,6 +22,7 @@ from torch import nn
 
 from hpcsync.bench.prediction import SCORED_FROM, error
 from hpcsync.planning.speed_estimator import Smoothing
+from hpcsync.system.atomic_files import whole
 from hpcsync.training.speed_models import HIDDEN, LR, RATIO_MAX, RATIO_MIN, WINDOW
 from reproductions.claims import Claim, conclude, of, ratio
 
@@ -217,7 +218,9 @@ def reproduce(out: Path, seeds: int, console: Console) -> pd.DataFrame:
         path = out / f"recorded-{dwell_s:g}s-{seed}.csv"
         if not path.exists():
             console.print(f"recording {path.name}")
-            record(seed, dwell_s).to_csv(path, index=False)
+            recorded = record(seed, dwell_s)
+            with whole(path) as unfinished:
+                recorded.to_csv(unfinished, index=False)
         of_recording = {"setting": f"{dwell_s:g} s", "arm": "recorded", "seed": seed}
         each = errors(pd.read_csv(path), seed)
         rows += [of_recording | {"paradigm": name, "error_percent": 100.0 * one} for name, one in each.items()]

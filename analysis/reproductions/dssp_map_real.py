@@ -11,16 +11,15 @@ from rich.console import Console
 from hpcsync.config.job import Job
 from hpcsync.report.summary import summarize
 from hpcsync.run_dir import layout
-from hpcsync.simulator.simulate import simulate
 from hpcsync.trace.reader import load
 from reproductions import dssp, dssp_map
 from reproductions.claims import Claim, conclude, of, ratio
 from reproductions.first_k_real import run
-from reproductions.simulating import finished
+from reproductions.simulating import finished, simulate_all
 
 FAST_S = 0.1  # many times what a push takes: of it, the jitters below are more than what the machine adds
-RATIOS, JITTERS = (1.5, 2.3), (0.005, 0.05)
-SECONDS = 30.0
+RATIOS, JITTERS = dssp_map.REAL_RATIOS, dssp_map.REAL_JITTERS
+SECONDS = FAST_S * dssp_map.REAL_ITERATIONS
 NEAR = 0.05  # relative difference from the simulation
 FIRST_SEED = 4
 
@@ -87,13 +86,12 @@ def claims() -> list[Claim]:
 
 def reproduce(out: Path, seeds: int, console: Console) -> pd.DataFrame:
     """Run and simulate what is missing in the folder, write results and claims there, print the claims."""
-    todo, rows = jobs(seeds), []
+    todo = jobs(seeds)
     for n, (name, asked) in enumerate(todo.items(), 1):
-        real, simulated = out / "real" / name, out / "simulated" / name
+        real = out / "real" / name
         if not finished(real, asked):
             console.print(f"run {n} of {len(todo)}: {name}")
             run(asked, real)
-        if not finished(simulated, asked) and simulate(asked, simulated, Console(quiet=True)) != 0:
-            raise RuntimeError(f"{simulated}: the simulation has failed")
-        rows += [measure(real, "real"), measure(simulated, "simulated")]
+    simulate_all(todo, out / "simulated", 1, console)
+    rows = [measure(out / arm / name, arm) for name in todo for arm in ("real", "simulated")]
     return conclude(claims(), pd.DataFrame(rows), out, console, f"DSSP, real ranks, {seeds} seeds")

@@ -20,9 +20,8 @@ from rich.console import Console
 
 from hpcsync.config.job import Job
 from hpcsync.figures import plotting
-from hpcsync.figures.adaptive import steps_of_k
 from hpcsync.run_dir import layout
-from hpcsync.trace.reader import Trace, load
+from hpcsync.trace.reader import load
 from reproductions.claims import Claim, Of, conclude, mean_time, of, points, ratio, time_to
 from reproductions.simulating import simulate_all
 from reproductions.tuning import tuned
@@ -344,7 +343,22 @@ def claims() -> list[Claim]:
             whole, _ = part.split(", ")
             says = f"{where}, plain SGD, by the loss: {part}: its time / {whole}'s"
             found.append(Claim(says, "", sooner(whole, part, where, "plain", "loss"), 1 / NO_LATER, NO_LATER))
-    return found
+    return found + seconds()
+
+
+def seconds() -> list[Claim]:
+    """Return the times to the loss themselves."""
+    timed = [(where, rate, ("BSP", "ASP", *CLAIMED)) for where, rate in (("homogeneous", "plain"), *PLACES)]
+    return [
+        Claim(
+            f"{where}, {WORDS[rate]}: {method}: seconds to the loss",
+            "",
+            time_to("loss", where, rate, method),
+            unit=" s",
+        )
+        for where, rate, methods in [*timed, ("homogeneous", "momentum", ("BSP", "ASP"))]
+        for method in methods
+    ]
 
 
 def sooner(a: str, b: str, where: str, rate: str, by: str) -> Of:
@@ -470,41 +484,6 @@ def curve(runs: pd.DataFrame, at: np.ndarray) -> pd.DataFrame:
     )
 
 
-SHOWN = {  # which k against time, in which settings
-    **dict.fromkeys(UNEVEN, ("plain", (*ADAPTIVE, *TOGETHER))),
-    "clean": ("published", ("k-sync loss",)),
-    "noisy": ("published", ("k-sync loss",)),
-}
-K_TITLES = CLUSTERS | {"clean": "exponential times, all labels true", "noisy": "exponential times, random labels"}
-K_LOOKS = {
-    "k-sync state": {"color": COLOURS["k-sync"]},
-    "k-sync state + batches": {"color": COLOURS["k-sync"], "ls": plotting.DASHES[2]},
-    "k-async state": {"color": COLOURS["k-async"]},
-    "k-async state + batches": {"color": COLOURS["k-async"], "ls": plotting.DASHES[2]},
-    "k-sync loss": {"color": COLOURS["ASP"]},
-}
-
-
-def draw_k(traces: Mapping[tuple[str, str], Trace], folder: Path) -> None:
-    """k against time: of one seed."""
-    figure, axes = plotting.panels(2, 2, height=4.0, sharey=True)
-    frames = []
-    for axis, (setting, (_, methods)) in zip(axes.flat, SHOWN.items(), strict=True):
-        for method in methods:
-            frame = steps_of_k(traces[setting, method])
-            lifted = 0.12 * (list(K_LOOKS).index(method) - 2)  # so that none hides another
-            axis.step(frame["now_s"], frame["k"] + lifted, where="post", lw=1.2, label=method, **K_LOOKS[method])
-            frames.append(frame.assign(setting=setting, paradigm=method))
-        axis.set(title=K_TITLES[setting], xlim=(0, None), ylim=(0.5, WORKERS + 0.5), yticks=(1, 2, 4, 6, 8))
-    for axis in axes[:, 0]:
-        axis.set_ylabel("k")
-    figure.supxlabel("virtual time (s)", fontsize=8)
-    handles, names = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside upper center", ncols=len(names))
-    axes[1, 0].legend(loc="lower right")
-    plotting.save(figure, pd.concat(frames).round(4), folder, "k-sync-k")
-
-
 # ---- all of it ----
 
 
@@ -527,8 +506,5 @@ def reproduce(out: Path, seeds: int, processes: int, console: Console, length: f
     draw_times(results, out)
     results = pd.concat([results, tuned_runs(out, seeds, processes, console, length)], ignore_index=True)
     draw_frontier(pd.concat(evaluations), out)
-    shown = [(setting, rate, method) for setting, (rate, methods) in SHOWN.items() for method in methods]
-    folder = out / "runs"
-    draw_k({(s, m): load(folder / name_of(s, r, m, FIRST_SEED) / layout.TRACE) for s, r, m in shown}, out)
     title = f"k-sync, virtual time, {seeds} seeds: mean (95 % interval)"
     return conclude(claims(), results, out, console, title)

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from hpcsync.config.job import Job
 from hpcsync.figures import plotting
 from hpcsync.run_dir import layout
+from hpcsync.system.atomic_files import whole
 from hpcsync.trace.reader import load
 from hpcsync.workloads.registry import EVALUATED_AT_ONCE, build
 from reproductions import headline
@@ -47,7 +48,8 @@ def correct(folder: Path) -> np.ndarray:
                 for images, classes in all_test_images()
                 for x, y in zip(images.split(EVALUATED_AT_ONCE), classes.split(EVALUATED_AT_ONCE), strict=True)
             ]
-        np.save(path, np.packbits(torch.cat(found).numpy()))
+        with whole(path) as unfinished, unfinished.open("wb") as file:
+            np.save(file, np.packbits(torch.cat(found).numpy()))
     return np.unpackbits(np.load(path), count=TESTED).astype(bool)
 
 

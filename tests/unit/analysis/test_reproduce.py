@@ -272,6 +272,8 @@ def test_the_map_has_every_point_and_what_is_printed_is_judged_at_each_of_the_co
     assert len(fine) == 2 * n_points * len(dssp_map.METHODS) and fine["setting"].nunique() == n_points
     frame["duration_s"] = frame["paradigm"].map(dssp_map.FIG_4_S | {"DSSP paper": 8917.0})
     frame["target_s"] = frame["paradigm"].map(dssp_map.TABLE_I_S | {"DSSP paper": 3016.4})
+    frame["target_at_least_s"] = frame["target_s"]
+    frame["samples_per_s"], frame["early_samples_per_s"] = 1.0, frame["paradigm"].map({"DSSP paper": 1.5}).fillna(1.0)
     n_points = len(dssp_map.SERVERS) * len(dssp_map.MODES) * len(dssp_map.COARSE_RATIOS) * len(dssp_map.COARSE_JITTERS)
 
     def counts():
@@ -279,7 +281,13 @@ def test_the_map_has_every_point_and_what_is_printed_is_judged_at_each_of_the_co
 
     assert len(counts()) == 2 * n_points and len(dssp_map.possible(counts())) == n_points
     assert set(counts()["holds"]) == {3} and set(dssp_map.possible(counts())["holds"]) == {6}
-    frame.loc[(frame["arm"] == "merged") & (frame["paradigm"] == "SSP 3"), "target_s"] = 3016.4  # no later than DSSP
+    early = judged(dssp_map.claims(), frame).query("claim.str.startswith('throughput')").set_index("claim")["mean"]
+    assert early.to_dict() == {
+        says: pytest.approx(1.5 if "first" in says and "paper" in says else 1.0) for says in early.index
+    }
+    assert len(early) == 2 * 3 * len(dssp_map_real.RATIOS) * len(dssp_map_real.JITTERS)
+    soon = (frame["arm"] == "merged") & (frame["paradigm"] == "SSP 3")
+    frame.loc[soon, ["target_s", "target_at_least_s"]] = 3016.4  # no later than DSSP
     wrong = counts().query("`does not hold` > 0")
     assert set(wrong["server"]) == {"pushes merged"} and set(wrong["source"]) == {"Table I"}
     assert len(wrong) == n_points / 2
@@ -294,7 +302,9 @@ def test_the_map_is_drawn_and_continued(tmp_path, monkeypatch):
     console = Console(quiet=True)
     first = dssp_map.reproduce(tmp_path, 1, 1, console, length=1 / 100)
     drawn = pd.read_csv(tmp_path / "dssp-map.csv")
-    assert set(drawn["ratio"]) == {1.5, 3.0} and (drawn["ASP"] > 1.1).all()
+    assert set(drawn["quantity"]) == set(dssp_map.QUANTITIES.values())
+    fast = drawn[drawn["quantity"] == dssp_map.QUANTITIES["speed"]]
+    assert set(fast["ratio"]) == {1.5, 3.0} and (fast["ASP"] > 1.1).all()
     pd.testing.assert_frame_equal(first, dssp_map.reproduce(tmp_path, 1, 1, console, length=1 / 100))
 
 
@@ -308,6 +318,33 @@ def test_points_on_real_ranks_are_points_of_the_map():
     assert (verdicts["seeds"] == 3).all() and set(verdicts["verdict"]) == {"", "holds"}
     both.loc[both["arm"] == "real", "samples_per_s"] = 0.9
     assert "does not hold" in set(judged(dssp_map_real.claims(), both)["verdict"])
+
+
+def test_interrupted_on_real_ranks_or_between_them_and_the_simulation_the_rest_is_made(tmp_path, monkeypatch):
+    name, job = next(iter(dssp_map_real.jobs(1).items()))
+    short = Job.from_table({**job.model_dump(exclude_none=True), "stop": {"updates": 20}})
+    names = [f"{name[:-1]}{seed}" for seed in (4, 5)]
+    monkeypatch.setattr(dssp_map_real, "jobs", lambda seeds: dict.fromkeys(names, short))
+    monkeypatch.setattr(dssp_map_real, "claims", list)
+    console, made, cut = Console(quiet=True), [], [names[1]]
+
+    def run(asked, folder):
+        made.append(folder.relative_to(tmp_path / "real").as_posix())
+        if made[-1] in cut:
+            cut.remove(made[-1])
+            raise KeyboardInterrupt
+        simulate_all({folder.name: asked}, folder.parent, 1, console)
+
+    monkeypatch.setattr(dssp_map_real, "run", run)
+    with pytest.raises(KeyboardInterrupt):
+        dssp_map_real.reproduce(tmp_path, 1, console)
+    simulated = tmp_path / "simulated" / names[0]
+    simulated.mkdir(parents=True)
+    (simulated / layout.TRACE).write_bytes(b"cut")
+    for _ in range(2):
+        dssp_map_real.reproduce(tmp_path, 1, console)
+        assert made == [names[0], names[1], names[1]]
+    assert len(pd.read_csv(tmp_path / "results.csv")) == 4
 
 
 # ---- all of it, small ----
@@ -329,7 +366,7 @@ def test_a_second_call_simulates_nothing_and_says_the_same(tmp_path, monkeypatch
     second = dssp.reproduce(tmp_path, 1, 1, console, length=1 / 100)
     assert written == {path: path.stat().st_mtime_ns for path in written}
     pd.testing.assert_frame_equal(first, second)
-    assert {"dssp-error.png", "dssp-times.svg", "claims.csv", "results.csv"} <= {p.name for p in tmp_path.iterdir()}
+    assert {"dssp-error.png", "claims.csv", "results.csv"} <= {p.name for p in tmp_path.iterdir()}
     assert set(pd.read_csv(tmp_path / "results.csv")["paradigm"]) == {"BSP", "SSP 3", "DSSP"}
 
 

@@ -4,6 +4,8 @@ import itertools
 
 import numpy as np
 import pandas as pd
+import pytest
+from rich.console import Console
 
 from reproductions import cpu_load
 
@@ -28,6 +30,28 @@ def test_a_recording_has_speeds_and_what_others_use(monkeypatch):
     assert (recorded["speed"] > 0).all()
     assert (recorded["load"] < 1.5).all()  # counted in steps of 10 ms
     assert (recorded["running"] >= 0).all()
+
+
+def test_an_interrupted_recording_is_made_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(cpu_load, "DWELL_S", (10.0,))
+    draw = np.random.default_rng(1)
+    columns = dict.fromkeys(("speed", "load", "running"), draw.uniform(1.0, 2.0, cpu_load.N_ITERATIONS))
+    made = []
+    monkeypatch.setattr(cpu_load, "record", lambda seed, dwell_s: made.append(seed) or pd.DataFrame(columns))
+    written = pd.DataFrame.to_csv
+
+    def cut(frame, path, **options):
+        written(frame.head(3), path, **options)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(pd.DataFrame, "to_csv", cut)
+        cpu_load.reproduce(tmp_path, 1, Console(quiet=True))
+    assert not list(tmp_path.iterdir())
+    first = cpu_load.reproduce(tmp_path, 1, Console(quiet=True))
+    assert made == 2 * [cpu_load.FIRST_SEED]
+    pd.testing.assert_frame_equal(first, cpu_load.reproduce(tmp_path, 1, Console(quiet=True)))
+    assert len(made) == 2
 
 
 def test_all_processes_compute_by_the_same_clock():

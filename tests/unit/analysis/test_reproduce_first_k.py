@@ -129,7 +129,7 @@ def as_claimed(setting, rate, method):
 def test_were_it_as_claimed_every_claim_would_hold(jobs):
     held = holding(results(jobs, as_claimed))
     effects = {f"{method}'s time / BSP's with equal workers" for method in ("BSP", "ASP")}
-    missing = {claim.says for claim in first_k.claims()} - held
+    missing = {claim.says for claim in first_k.claims() if claim.criterion} - held
     assert {says.split(": ")[1] for says in missing} == effects
 
 
@@ -220,7 +220,7 @@ def test_a_second_call_simulates_nothing_and_says_the_same(tmp_path, monkeypatch
 
     def few(seeds, length):
         """As many as the figures need."""
-        shown = {(where, "plain", method) for where in first_k.UNEVEN for method in first_k.K_LOOKS}
+        shown = {(where, "plain", method) for where in first_k.UNEVEN for method in ("BSP", "ASP")}
         shown |= {(task, "published", method) for task in first_k.TASKS for method in first_k.FRONTIER}
         names = {first_k.name_of(*run, SEED) for run in (*shown, ("homogeneous", "plain", "BSP"))}
         return {name: job for name, job in every(seeds, length).items() if name in names}
@@ -233,4 +233,4 @@ def test_a_second_call_simulates_nothing_and_says_the_same(tmp_path, monkeypatch
     assert written == {path: path.stat().st_mtime_ns for path in written}
     pd.testing.assert_frame_equal(first, second)
     names = {path.name for path in tmp_path.iterdir()}
-    assert {"k-sync-times.png", "k-sync-frontier.csv", "k-sync-k.svg", "claims.csv", "results.csv"} <= names
+    assert {"k-sync-times.png", "k-sync-frontier.csv", "claims.csv", "results.csv"} <= names

@@ -135,6 +135,21 @@ def test_a_finished_run_is_tested_once_with_its_final_model(tmp_path, few):
     assert images.correct(folder).tolist() == (classes == 3).tolist()
 
 
+def test_an_interrupted_test_is_made_again(tmp_path, few, monkeypatch):
+    job = headline.job(replace(images.PROBLEM, evaluations=2), "ASP", 1.0, 7, SHORT)
+    simulate_all({"run": job}, tmp_path, 1, Console(quiet=True), keep_weights=True)
+
+    def cut(file, array):
+        file.write(array.tobytes()[:3])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(np, "save", cut)
+        images.correct(tmp_path / "run")
+    assert not (tmp_path / "run" / images.CORRECT).exists()
+    assert len(images.correct(tmp_path / "run")) == images.TESTED
+
+
 def test_runs_with_rates_not_chosen_are_not_tested(tmp_path, few):
     problem = replace(images.PROBLEM, evaluations=2)
     simulate_all(
