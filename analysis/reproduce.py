@@ -22,7 +22,6 @@ from reproductions import (
     first_k,
     first_k_real,
     gossip_variants,
-    headline,
     long_iterations,
     stanza_learning,
     stanza_real,
@@ -146,7 +145,7 @@ def text(
     processes: Processes = CORES,
 ) -> None:
     """All lines of work once more, on a transformer that learns text."""
-    headline.reproduce(harder.PROBLEM, out or Path("reproductions/text"), seeds, processes, Console())
+    harder.reproduce(out or Path("reproductions/text"), seeds, processes, Console())
 
 
 @app.command()

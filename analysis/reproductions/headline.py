@@ -25,19 +25,47 @@ FASTEST_S = 0.1  # of an iteration; a guess
 GAMMA = 0.1  # factor of a decay
 ARM = "tuned"
 
+BOUNDS = {"staleness_min": 3, "staleness_max": 15}
+CHECK_S = 5.0  # of ADSP: 35 iterations of mean speed, and 2 of the slowest worker between commits; a guess
 ALLOCATION = {"policy": "equal-finish", "predictor": "smoothing"}
-OWN_STEPS = ("gossip", "ashl")  # paradigms whose workers step themselves, at the whole rate
+OWN_STEPS = ("gossip", "ashl", "adsp", "easgd")  # paradigms whose workers step themselves, at the whole rate
 
 Method = tuple[Mapping[str, Any], Mapping[str, Any] | None]  # tables of the paradigm and of batch sizes
-METHODS: dict[str, Method] = {
+METHODS: dict[str, Method] = {  # of both problems; without a network, all-reduce is BSP
     "BSP": ({"name": "bsp"}, None),
     "ASP": ({"name": "asp"}, None),
     "SSP": ({"name": "ssp", "staleness": 3}, None),
-    "DSSP": ({"name": "dssp", "staleness_min": 3, "staleness_max": 15, "mode": "paper"}, None),
+    "DSSP": ({"name": "dssp", **BOUNDS, "mode": "paper"}, None),
     "k-sync": ({"name": "k-sync", "k": "state"}, None),
+    "k-sync 6": ({"name": "k-sync", "k": 6}, None),
     "BSP + batches": ({"name": "bsp"}, ALLOCATION),
     "gossip": ({"name": "gossip", "mode": "pull"}, None),
 }
+PAIRS = (
+    ("DSSP", "SSP"),
+    ("DSSP", "ASP"),
+    ("BSP + batches", "ASP"),
+    ("gossip", "ASP"),
+    ("k-sync", "k-sync 6"),
+)
+
+
+def more(loss: float) -> dict[str, Method]:
+    """Return further methods; those that change something at a loss do so at this one."""
+    return {
+        "DSSP bounded": ({"name": "dssp", **BOUNDS}, None),
+        "EASGD": ({"name": "easgd", "beta": 0.8, "period": 10}, None),
+        "ADSP": ({"name": "adsp", "check_period_s": CHECK_S, "loss": "evaluation", "loss_target": loss}, None),
+        "ASHL": ashl(loss),
+    }
+
+
+def ashl(loss: float) -> Method:
+    """Return ASHL with a fine stage from a loss on."""
+    return {"name": "ashl", "steps_coarse": 8, "warmup": 2, "profiled": 8, "loss_preset": loss}, None
+
+
+MORE_PAIRS = (("DSSP bounded", "SSP"), ("gossip", "EASGD"), ("ASHL", "ADSP"))
 
 
 @dataclass(frozen=True)

@@ -12,45 +12,34 @@ import numpy as np
 import pandas as pd
 import torch
 from rich.console import Console
-from safetensors.torch import load_file
+from torch import nn
 
-from hpcsync.config.job import Job
 from hpcsync.figures import plotting
 from hpcsync.run_dir import layout
-from hpcsync.system.atomic_files import whole
 from hpcsync.trace.reader import load
-from hpcsync.workloads.registry import EVALUATED_AT_ONCE, build
+from hpcsync.workloads.registry import EVALUATED_AT_ONCE
 from reproductions import headline
-from reproductions.headline import METHODS, Problem
+from reproductions.final_model import remembered, sampling_error
+from reproductions.headline import METHODS, PAIRS, Problem, ashl
 from reproductions.residual_network import TESTED, all_test_images
 from reproductions.tuning import stem
 
 SAMPLES = 32_768  # a guess: 2 passes over the training images, 256 updates of BSP
 CORRECT = "test-correct.npy"  # in a run's folder: a bit for each test image
 
-OTHERS = {
-    "k-sync 6": {"name": "k-sync", "k": 6},
-    "ASHL": {"name": "ashl", "steps_coarse": 8, "warmup": 2, "profiled": 8, "loss_preset": 0.5},
-}
-
 
 def correct(folder: Path) -> np.ndarray:
     """Return for each test image whether the final model of a run classifies it correctly, and remember it."""
-    path, weights = folder / CORRECT, folder / layout.WEIGHTS
-    if not path.exists() or path.stat().st_mtime_ns < weights.stat().st_mtime_ns:  # those of an earlier run there
-        torch.set_num_threads(1)
-        model = build(Job.from_toml((folder / layout.JOB).read_text(encoding="utf-8"))).model
-        model.load_state_dict(load_file(weights))
-        model.eval()
-        with torch.no_grad():
-            found = [
-                model(x).argmax(1) == y
-                for images, classes in all_test_images()
-                for x, y in zip(images.split(EVALUATED_AT_ONCE), classes.split(EVALUATED_AT_ONCE), strict=True)
-            ]
-        with whole(path) as unfinished, unfinished.open("wb") as file:
-            np.save(file, np.packbits(torch.cat(found).numpy()))
-    return np.unpackbits(np.load(path), count=TESTED).astype(bool)
+    return np.unpackbits(remembered(folder, CORRECT, _correct), count=TESTED).astype(bool)
+
+
+def _correct(model: nn.Module) -> np.ndarray:
+    found = [
+        model(x).argmax(1) == y
+        for images, classes in all_test_images()
+        for x, y in zip(images.split(EVALUATED_AT_ONCE), classes.split(EVALUATED_AT_ONCE), strict=True)
+    ]
+    return np.packbits(torch.cat(found).numpy())
 
 
 def test_accuracy(folder: Path) -> float:
@@ -63,7 +52,7 @@ def test_accuracy(folder: Path) -> float:
 # guesses.
 PROBLEM = Problem(
     name="images",
-    methods={**METHODS, **{name: (paradigm, None) for name, paradigm in OTHERS.items()}},
+    methods=METHODS | {"ASHL": ashl(loss=0.5)},
     workload={
         "name": "reproductions.residual_network:pictures",
         "batch_size": 16,
@@ -77,34 +66,9 @@ PROBLEM = Problem(
     evaluation={"buffers": "recompute"},
     factors=(1.0, 2.0, 4.0, 8.0),
     tuned_by=("loss",),
-    pairs=(("DSSP", "SSP"), ("DSSP", "ASP"), ("BSP + batches", "ASP"), ("gossip", "ASP"), ("k-sync", "k-sync 6")),
+    pairs=PAIRS,
     test=test_accuracy,
 )
-
-
-def sampling_error(results: pd.DataFrame, runs: Path) -> pd.DataFrame:
-    """Return how well the test images tell the accuracies: half a 95 % interval of each method's difference from BSP.
-
-    The images are the sample here, and the seeds are given: all methods are tested on the same images, and an image's
-    difference is the mean over the seeds. What seeds differ by is in the intervals of the claims.
-
-    Parameters
-    ----------
-    results
-        A row per run, as `headline.measure` returns them.
-    runs
-        Folder of the runs.
-    """
-    folders = runs / PROBLEM.name / headline.ARM
-    share = {
-        method: np.mean([correct(folders / stem(method) / str(seed)) for seed in seeds], axis=0)
-        for method, seeds in results.groupby("paradigm")["seed"]
-    }
-    rows = []
-    for method, found in share.items():
-        difference = 100 * (share["BSP"] - found)
-        rows.append({"paradigm": method, "points": 1.96 * difference.std(ddof=1) / np.sqrt(len(difference))})
-    return pd.DataFrame(rows)
 
 
 COLOURS = {method: plotting.PARADIGM_COLOURS[table["name"]] for method, (table, _) in PROBLEM.methods.items()}
@@ -148,7 +112,7 @@ def reproduce(out: Path, seeds: int, processes: int, console: Console, length: f
     """Simulate and test what is missing in the folder, write results, claims and the figure there, print the claims."""
     verdicts = headline.reproduce(PROBLEM, out, seeds, processes, console, length)
     results = pd.read_csv(out / "results.csv")
-    told = sampling_error(results, out / "runs")
+    told = sampling_error(results, out / "runs" / PROBLEM.name / headline.ARM, correct, np.ones(TESTED))
     told.to_csv(out / "sampling.csv", index=False)
     console.print(f"Half a 95 % interval from the choice of test images: at most {told['points'].max():.2f} points")
     draw(results, out / "runs", out)
