@@ -24,7 +24,7 @@ from hpcsync.config.job import Job
 from hpcsync.figures import plotting
 from hpcsync.run_dir import layout
 from hpcsync.trace.reader import Trace, load
-from reproductions.claims import Claim, Of, conclude, mean_time, of, points, ratio, time_to
+from reproductions.claims import Claim, Of, conclude, judged, mean_time, of, points, ratio, time_to
 from reproductions.simulating import simulate_all
 from reproductions.tuning import tuned
 
@@ -123,13 +123,17 @@ RELABELLED = 0.5  # of the labels drawn anew at every read: it takes some hundre
 EVERY, SMOOTHED = 400, 5  # samples from one evaluation to the next; evaluations of which the mean is taken
 
 # ADSP by how its commits are found: by losses of commits, by evaluations, or given. The search by evaluations aims at
-# the middle one of the losses.
+# the middle one of the losses. ASHL as it is, and with a fine stage that begins before the targets.
+EVALUATED, FINE = "ADSP, evaluated", "ASHL, at loss 2.0"
 SEARCHES = {
     "ADSP": METHODS["ADSP"],
-    "ADSP, evaluated": adsp(loss="evaluation", loss_target=LOSSES[1]),
+    EVALUATED: adsp(loss="evaluation", loss_target=LOSSES[1]),
     "ADSP, fixed": METHODS["ADSP, fixed"],
     "ASHL": METHODS["ASHL"],
+    FINE: VARIANTS[FINE],
 }
+SEARCHED = (EVALUATED, "ASHL", FINE)  # where links are varied
+SEARCHES_RATED = ("ADSP", *SEARCHED)
 
 # Both readings of when the commit of a worker that waits is applied, with a fine stage that begins before the targets.
 BOUNDS = (0, 2)
@@ -169,14 +173,20 @@ def jobs(seeds: int, length: float = 1.0) -> dict[str, Job]:
 
 
 def searching_jobs(seeds: int, length: float = 1.0) -> dict[str, Job]:
-    """Return the runs of `SEARCHES` in every setting, by the names of their folders."""
+    """Return the runs of `SEARCHES` in every setting, and of `SEARCHED` on every link, by their folders."""
+    runs = [(setting, "main", SLOWEST, name) for setting in SETTINGS for name in SEARCHES]
+    runs += [
+        (SETTINGS[0], arm_of("links", slowest), slowest, name)
+        for slowest in LINKS
+        if slowest != SLOWEST
+        for name in SEARCHED
+    ]
     return {
-        name_of(setting_of(*setting), "main", name, seed): job(
-            f"{setting_of(*setting)}-main-{name}", method, *setting, SLOWEST, seed, length
+        name_of(setting_of(*setting), arm, name, seed): job(
+            f"{setting_of(*setting)}-{arm}-{name}", SEARCHES[name], *setting, slowest, seed, length
         )
         for seed in range(FIRST_SEED, FIRST_SEED + seeds)
-        for setting in SETTINGS
-        for name, method in SEARCHES.items()
+        for setting, arm, slowest, name in runs
     }
 
 
@@ -248,8 +258,8 @@ def measure(folder: Path) -> dict[str, Any]:
     """The results of a run.
 
     accuracy_s, loss_s: to these targets; not known where they have not been reached, and ..._at_least_s is then what
-    the run has shown. waits: the share of the workers' time. waits_after: the same since the last search, if any, has
-    ended.
+    follows from how long the run was. waits: the share of the workers' time. waits_after: the same since the last
+    search, if any, ended.
     """
     trace = load(folder / layout.TRACE)
     setting, arm, method, seed = folder.parts[-4:]
@@ -257,11 +267,14 @@ def measure(folder: Path) -> dict[str, Any]:
     over_s = float(updates["now_s"][-1])  # what is still computed when the run is over counts for nothing
     smooth = evaluations[["accuracy", "loss"]].rolling(SMOOTHED, 1, center=True).mean()
     now_s = evaluations["now_s"]
-    losses = [first_s(now_s, smooth["loss"] <= loss) for loss in LOSSES]
     accurate_s = first_s(now_s, smooth["accuracy"] >= ACCURACY)
+    times = {
+        "accuracy": (accurate_s, over_s if np.isnan(accurate_s) else accurate_s),
+        "loss": mean_time([first_s(now_s, smooth["loss"] <= loss) for loss in LOSSES], over_s),
+    }
     row: dict[str, Any] = {"setting": setting, "arm": arm, "paradigm": method.replace("_", " "), "seed": int(seed)}
-    for by, times_s in (("accuracy", [accurate_s]), ("loss", losses)):
-        row[f"{by}_s"], row[f"{by}_at_least_s"] = mean_time(times_s, over_s)
+    for by, (time_s, at_least_s) in times.items():
+        row |= {f"{by}_s": time_s, f"{by}_at_least_s": at_least_s}
     ends = evaluations["samples"] >= 0.9 * updates["samples"][-1]
     rows = trace.tables["pushes" if trace.job.has_servers else "exchanges"]
     rows = rows[rows["now_s"] <= over_s]
@@ -335,13 +348,18 @@ LESS, NO_LATER = 0.65, 1.1  # ASHL's time / ADSP's; times as long counts as no o
 FASTER = 1 - 0.624  # ADSP's time / that of who waits
 PRINTED = "at most 0.65"  # "over 35 % less time than ADSP"
 WAITS = 0.02  # counts as nearly no waiting
+BY = ("loss", "accuracy")  # the targets
+
+
+def in_words(workers: int, unevenness: float) -> str:
+    return f"{workers} workers, H = {unevenness:g}"
 
 
 def claims() -> list[Claim]:
     found = []
     for workers, unevenness in SETTINGS:
-        setting, words = setting_of(workers, unevenness), f"{workers} workers, H = {unevenness:g}"
-        for by in ("loss", "accuracy"):
+        setting, words = setting_of(workers, unevenness), in_words(workers, unevenness)
+        for by in BY:
             for method in ("ASHL", "ASHL, feedback"):
                 says = f"{words}, by the {by}: {method}'s time / ADSP's"
                 found.append(Claim(says, PRINTED, time_ratio(method, "ADSP", setting, by=by), high=LESS))
@@ -379,7 +397,7 @@ def claims() -> list[Claim]:
 def with_own_rates() -> list[Claim]:
     """The same comparisons, each method with the best of its own learning rates."""
     found = []
-    for by in ("loss", "accuracy"):
+    for by in BY:
         words = f"each with its own best rate, by the {by}"
         for method in ("ASHL", "ASHL, feedback"):
             number = time_ratio(method, "ADSP", BASE, "tuned", "tuned", by)
@@ -433,13 +451,46 @@ def variations() -> list[Claim]:
     return found
 
 
+def table_claims() -> list[Claim]:
+    """Report times, errors and bytes of all methods, and compare ASHL's parts, by the tables of the figures."""
+    found = []
+    for method in METHODS:
+        for setting in SETTINGS:
+            for by in BY:
+                number = of(f"{by}_s", setting_of(*setting), "main", method)
+                found.append(Claim(f"{in_words(*setting)}, by the {by}: {method}'s time", "", number, unit=" s"))
+        error, sent = (of(column, BASE, "main", method) for column in ("error", "megabytes"))
+        words = in_words(*SETTINGS[0])
+        found.append(Claim(f"{words}: {method}'s error", "", percent(error), unit=" %"))
+        found.append(Claim(f"{words}: bytes moved by {method}", "", sent, unit=" MB"))
+    for method in VARIANTS:
+        for by in BY:
+            own, of_ashl, of_adsp = (of(f"{by}_s", BASE, "main", each) for each in (method, "ASHL", "ADSP"))
+            says = f"{method}, by the {by}: time / ASHL's"
+            found.append(Claim(says, "", ratio(own, of_ashl), 1 / NO_LATER, NO_LATER))
+            says = f"{method}, by the {by}: time / ADSP's"
+            found.append(Claim(says, "", ratio(own, of_adsp), high=LESS, expected=PRINTED))
+        number = points(of("error", BASE, "main", method), of("error", BASE, "main", "ASHL"))
+        found.append(Claim(f"{method}: error above ASHL's after as many samples", "", number, unit=" points"))
+    return found
+
+
+def table_results(folder: Path) -> pd.DataFrame:
+    """Return the runs that the tables of `draw_times` and `draw_parts` in the folder hold."""
+    parts = pd.read_csv(folder / "ashl-parts.csv").assign(setting=BASE, arm="main")
+    return pd.concat([pd.read_csv(folder / "ashl-times.csv"), parts]).drop_duplicates(KEYS)
+
+
+KEYS = ["setting", "arm", "paradigm", "seed"]  # of a run
+
+
 def reading_claims() -> list[Claim]:
     """Compare both readings of when a commit is applied; the share of time that workers wait is what can differ."""
     found = []
     for bound in BOUNDS:
         at_once, later = (f"ASHL, {commit}, staleness {bound}" for commit in ("on arrival", "after gate"))
         words = f"fine stage from loss 2.0, staleness {bound}"
-        for by in ("loss", "accuracy"):
+        for by in BY:
             number = time_ratio(later, at_once, BASE, by=by)
             says = f"{words}, by the {by}: time with commits after the gate / with commits on arrival"
             found.append(Claim(says, "", number, 1 / NO_LATER, NO_LATER))
@@ -451,36 +502,77 @@ def reading_claims() -> list[Claim]:
     return found
 
 
+SAID = {"ASHL": "ASHL's time", FINE: "time of ASHL with a fine stage from loss 2.0"}
+FAIR = "that of ADSP with a search by evaluations"
+
+
 def searching_claims() -> list[Claim]:
-    """ASHL against ADSP with a search that can value one commit a period, and that ADSP against the other ones."""
-    found, evaluated = [], "ADSP, evaluated"
+    """ASHL, as it is and with a fine stage before the targets, against ADSP by how its commits are found."""
+    found = []
     for workers, unevenness in SETTINGS:
-        setting, words = setting_of(workers, unevenness), f"{workers} workers, H = {unevenness:g}"
-        for by in ("loss", "accuracy"):
-            says = f"{words}, by the {by}: ASHL's time / that of ADSP with a search by evaluations"
-            found.append(Claim(says, PRINTED, time_ratio("ASHL", evaluated, setting, by=by), high=LESS))
-            says = f"{words}, by the {by}: the same, ASHL's time after its profile"
-            found.append(Claim(says, "", after_profile("ASHL", evaluated, setting, by), high=LESS))
-            for other, of_other in (
-                ("ADSP", "with a search by commits"),
-                ("ADSP, fixed", f"with {FIXED} commits a period"),
-            ):
-                says = f"{words}, by the {by}: time of ADSP with a search by evaluations / {of_other}"
-                found.append(Claim(says, "", time_ratio(evaluated, other, setting, by=by)))
+        setting, words = setting_of(workers, unevenness), in_words(workers, unevenness)
+        for by in BY:
+            found += against_searches(setting, f"{words}, by the {by}", by)
+        better = points(of("error", setting, "main", "ADSP"), of("error", setting, "main", FINE))
+        says = f"{words}: ADSP's error above that of ASHL with a fine stage from loss 2.0"
+        found.append(Claim(says, "", better, low=0.0, unit=" points", expected="more than 0"))
         says = f"{words}: commits a period that the search by evaluations finds"
-        found.append(Claim(says, "", of("found", setting, "main", evaluated), unit=" commits"))
+        found.append(Claim(says, "", of("found", setting, "main", EVALUATED), unit=" commits"))
+    for by in BY:
+        for slowest in LINKS:
+            arm, words = arm_of("links", slowest), f"slowest link {slowest:g} iterations a push, by the {by}"
+            for method, said in SAID.items():
+                number = time_ratio(method, EVALUATED, BASE, arm, arm, by)
+                found.append(Claim(f"{words}: {said} / {FAIR}", "", number, high=LESS, expected=PRINTED))
+        words = f"each with its own best rate, by the {by}"
+        for method, said in SAID.items():
+            number = time_ratio(method, EVALUATED, BASE, "tuned", "tuned", by)
+            found.append(Claim(f"{words}: {said} / {FAIR}", PRINTED, number, high=LESS))
+        number = time_ratio(FINE, "ADSP", BASE, "tuned", "tuned", by)
+        found.append(Claim(f"{words}: {SAID[FINE]} / ADSP's", PRINTED, number, high=LESS))
+        number = time_ratio(EVALUATED, "ADSP", BASE, "tuned", "tuned", by)
+        found.append(Claim(f"{words}: time of ADSP with a search by evaluations / by commits", "", number))
+    return found
+
+
+def against_searches(setting: str, words: str, by: str) -> list[Claim]:
+    """Compare times to one target in one setting."""
+    found = []
+    for method, said in SAID.items():
+        found.append(
+            Claim(f"{words}: {said} / {FAIR}", PRINTED, time_ratio(method, EVALUATED, setting, by=by), high=LESS)
+        )
+        says = f"{words}: {said} after its profile / {FAIR}"
+        found.append(Claim(says, "", after_profile(method, EVALUATED, setting, by), high=LESS))
+    for other, its, published in (
+        ("ADSP", "ADSP's", PRINTED),
+        ("ADSP, fixed", f"that of ADSP with {FIXED} commits a period", ""),
+    ):
+        number = time_ratio(FINE, other, setting, by=by)
+        found.append(Claim(f"{words}: {SAID[FINE]} / {its}", published, number, high=LESS))
+    number = time_ratio(FINE, "ASHL", setting, by=by)
+    found.append(Claim(f"{words}: {SAID[FINE]} / ASHL's", "", number, 1 / NO_LATER, NO_LATER))
+    begins = ratio(of("fine_s", setting, "main", FINE), of(f"{by}_at_least_s", setting, "main", FINE))
+    found.append(Claim(f"{words}: when that fine stage begins / the time to the target", "", begins, high=1.0))
+    for other, its in (("ADSP", "by commits"), ("ADSP, fixed", f"with {FIXED} commits a period")):
+        number = time_ratio(EVALUATED, other, setting, by=by)
+        found.append(Claim(f"{words}: time of ADSP with a search by evaluations / {its}", "", number))
     return found
 
 
 def time_ratio(a: str, b: str, setting: str, arm: str = "main", other_arm: str = "main", by: str = "loss") -> Of:
-    """Return the ratio of the times of a and b to the target."""
+    """a's time to the target / b's, within bounds where one of them does not reach it."""
     return ratio(time_to(by, setting, arm, a), time_to(by, setting, other_arm, b))
+
+
+def percent(a: Of) -> Of:
+    return lambda results: 100 * a(results)
 
 
 def after_profile(a: str, b: str, setting: str, by: str) -> Of:
     """Return the ratio of the times to the target, that of `a` counted from the end of its profile."""
-    own, profile_s = time_to(by, setting, "main", a), of("coarse_s", setting, "main", a)
-    return ratio(lambda results: own(results).sub(profile_s(results), axis=0), time_to(by, setting, "main", b))
+    target_s, profile_s = time_to(by, setting, "main", a), of("coarse_s", setting, "main", a)
+    return ratio(lambda results: target_s(results).sub(profile_s(results), axis=0), time_to(by, setting, "main", b))
 
 
 def least_of_settings(a: str, b: str) -> Of:
@@ -496,13 +588,12 @@ def least_of_settings(a: str, b: str) -> Of:
 
 
 def holds_from(varied: str, at: tuple[float, ...], unit: float) -> Of:
-    """The least of what was tried from which on the claim holds, in these units; not known if it holds at the last
-    one no more."""
+    """The least of what was tried from which on the claim holds, in these units; not known if not at the last."""
 
     def number(results: pd.DataFrame) -> pd.Series:
         arms = [arm_of(varied, value) for value in at]
         each = [time_ratio("ASHL", "ADSP", BASE, arm if varied == "links" else "main", arm)(results) for arm in arms]
-        ratios = pd.concat([one["high"] for one in each], axis=1)
+        ratios = pd.concat([of_arm["high"] for of_arm in each], axis=1)
         holds = ratios.to_numpy() <= LESS
         from_here = np.logical_and.accumulate(holds[:, ::-1], axis=1)[:, ::-1]
         first = np.where(from_here.any(axis=1), np.array(at)[from_here.argmax(axis=1)] / unit, np.nan)
@@ -545,7 +636,7 @@ def draw_times(results: pd.DataFrame, folder: Path) -> None:
                 axis.plot(target_s, [at] * len(target_s), **style, **look)
                 if target_s.isna().any():
                     axis.plot(right_s, at, **style | CROSS)
-        axis.set(title=f"{workers} workers, H = {unevenness:g}", xscale="log")
+        axis.set(title=in_words(workers, unevenness), xscale="log")
         axis.set_yticks(range(len(rows)), rows)
         axis.tick_params(axis="y", length=0)
         axis.set_axisbelow(True)
@@ -637,16 +728,17 @@ def draw_parts(results: pd.DataFrame, folder: Path) -> None:
 # ---- all of it ----
 
 
-def tuned_runs(out: Path, seeds: int, processes: int, console: Console, length: float) -> pd.DataFrame:
-    """Results of all methods at the first setting, each with its own best learning rate."""
-    workers, unevenness = SETTINGS[0]
+def tuned_runs(
+    methods: Mapping[str, Method], out: Path, seeds: int, processes: int, console: Console, length: float
+) -> pd.DataFrame:
+    """Results of these methods at the first setting, each with its own best learning rate."""
 
     def make(name: str, factor: float, seed: int) -> Job:
-        method = replace(METHODS[name], lr=factor * METHODS[name].lr)
-        return job(f"{BASE}-tuned-{name}", method, workers, unevenness, SLOWEST, seed, length)
+        method = replace(methods[name], lr=factor * methods[name].lr)
+        return job(f"{BASE}-tuned-{name}", method, *SETTINGS[0], SLOWEST, seed, length)
 
     reported = range(FIRST_SEED, FIRST_SEED + seeds)
-    return tuned(BASE, RATED, make, measure, ("loss_s", "accuracy_s"), reported, out, processes, console)
+    return tuned(BASE, tuple(methods), make, measure, ("loss_s", "accuracy_s"), reported, out, processes, console)
 
 
 def reproduce(out: Path, seeds: int, processes: int, console: Console, length: float = 1.0) -> pd.DataFrame:
@@ -655,17 +747,21 @@ def reproduce(out: Path, seeds: int, processes: int, console: Console, length: f
     simulate_all(todo, out / "runs", processes, console)
     results = pd.DataFrame([measure(out / "runs" / name) for name in todo])
     draw_times(results, out)
-    results = pd.concat([results, tuned_runs(out, seeds, processes, console, length)], ignore_index=True)
+    rated = {name: METHODS[name] for name in RATED}
+    results = pd.concat([results, tuned_runs(rated, out, seeds, processes, console, length)], ignore_index=True)
     draw_where(results, out)
     draw_parts(results, out)
+    judged(table_claims(), table_results(out)).to_csv(out / "tables-claims.csv", index=False)
     return conclude(claims(), results, out, console, f"ASHL, virtual time, {seeds} seeds: mean (95 % interval)")
 
 
 def reproduce_searches(out: Path, seeds: int, processes: int, console: Console, length: float = 1.0) -> pd.DataFrame:
-    """Simulate what is missing of `SEARCHES`, write results and claims, print the claims."""
+    """Simulate what is missing of `searching_jobs`, write results and claims, print the claims."""
     todo = searching_jobs(seeds, length)
     simulate_all(todo, out / "runs", processes, console)
     results = pd.DataFrame([measure_search(out / "runs" / name) for name in todo])
+    rated = {name: SEARCHES[name] for name in SEARCHES_RATED}
+    results = pd.concat([results, tuned_runs(rated, out, seeds, processes, console, length)], ignore_index=True)
     return conclude(searching_claims(), results, out, console, f"ADSP's searches, virtual time, {seeds} seeds")
 
 

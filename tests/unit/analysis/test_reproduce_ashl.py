@@ -92,7 +92,8 @@ def test_what_is_as_usual_is_run_once(jobs):
 
 def test_searches_differ_in_how_commits_are_found():
     jobs = ashl.searching_jobs(2)
-    assert len(jobs) == 2 * len(ashl.SETTINGS) * len(ashl.SEARCHES)
+    links = (len(ashl.LINKS) - 1) * len(ashl.SEARCHED)
+    assert len(jobs) == 2 * (len(ashl.SETTINGS) * len(ashl.SEARCHES) + links)
     evaluated, usual, given = (
         jobs[ashl.name_of(ashl.BASE, "main", method, SEED)] for method in ("ADSP, evaluated", "ADSP", "ADSP, fixed")
     )
@@ -100,6 +101,22 @@ def test_searches_differ_in_how_commits_are_found():
     assert evaluated.model_dump(exclude=same) == usual.model_dump(exclude=same) == given.model_dump(exclude=same)
     assert (evaluated.paradigm.loss, usual.paradigm.loss) == ("evaluation", "commits")
     assert (evaluated.paradigm.commits, usual.paradigm.commits, given.paradigm.commits) == (None, None, ashl.FIXED)
+
+
+def test_a_fine_stage_before_the_targets_is_ashl_with_another_switch_in_every_cluster():
+    jobs = ashl.searching_jobs(1)
+    for setting in (ashl.setting_of(*each) for each in ashl.SETTINGS):
+        fine, usual = (jobs[ashl.name_of(setting, "main", method, SEED)] for method in (ashl.FINE, "ASHL"))
+        same = {"name", "paradigm"}
+        assert fine.model_dump(exclude=same) == usual.model_dump(exclude=same)
+        assert fine.paradigm.options == usual.paradigm.options | {"loss_preset": 2.0}
+
+
+def test_what_both_parts_run_is_the_same_run(jobs):
+    searching = ashl.searching_jobs(1)
+    both = searching.keys() & jobs.keys()
+    assert {name.split("/")[1] for name in both} == {ashl.arm_of("links", slowest) for slowest in ashl.LINKS}
+    assert all(searching[name] == jobs[name] for name in both)
 
 
 def test_readings_differ_in_when_commits_are_applied():
@@ -146,7 +163,7 @@ def results(jobs, seconds, error=lambda method: 0.02, waits=0.0):
         time_s = seconds(arm, method)
         at_least_s = 99.0 if np.isnan(time_s) else time_s
         row = {"setting": setting, "arm": arm, "paradigm": method, "seed": int(seed), "error": error(method)}
-        row["coarse_s"] = 2.0
+        row |= {"coarse_s": 2.0, "fine_s": 3.0, "found": 1.0}
         row |= {
             "accuracy_s": time_s,
             "loss_s": time_s,
@@ -193,8 +210,6 @@ def test_who_never_gets_there_beats_nobody_and_is_beaten(jobs):
         frame = results(jobs, lambda arm, method, never=never: np.nan if method == never else 10.0)
         verdict = judge(frame, says).loc[says]
         assert (verdict["verdict"] == "holds") == holds and verdict["unknown"] == 1
-    frame = results(jobs, lambda arm, method: np.nan if arm == "half" and method == "ASHL" else 10.0)
-    assert judge(frame, "half the step: ASHL's time").iloc[0]["verdict"] == "holds", "it takes longer, as claimed"
     neither = results(jobs, lambda arm, method: np.nan if method in ("ASHL", "ADSP") else 10.0)
     assert judge(neither, says).loc[says, "verdict"] == "cannot be told"
 
@@ -226,6 +241,60 @@ def test_from_which_on_it_holds_counts_from_the_far_end(jobs):
         assert found["verdict"] != "holds" and found["mean"] == pytest.approx(expected, nan_ok=True)
 
 
+def test_a_step_with_which_a_method_never_gets_there_takes_longer(jobs):
+    says = "half the step: ASHL's time / with its own"
+    for arm, verdict in (("half", "holds"), ("main", "does not hold")):
+        frame = results(jobs, lambda at, method, arm=arm: np.nan if (at, method) == (arm, "ASHL") else 10.0)
+        assert judge(frame, says).loc[says, "verdict"] == verdict
+
+
+def test_a_variant_is_judged_by_each_target_from_the_tables_of_the_figures(jobs, tmp_path):
+    frame = results(jobs, lambda arm, method: 10.0)
+    frame.loc[frame["paradigm"] == "ASHL, at once", "accuracy_s"] = 15.0
+    main = frame[frame["arm"] == "main"]
+    main[main["paradigm"].isin(ashl.METHODS)].to_csv(tmp_path / "ashl-times.csv", index=False)
+    parts = main[(main["setting"] == ashl.BASE) & main["paradigm"].isin(["ASHL", *ashl.VARIANTS])]
+    parts.drop(columns=["setting", "arm"]).to_csv(tmp_path / "ashl-parts.csv", index=False)
+    found = judged(ashl.table_claims(), ashl.table_results(tmp_path)).set_index("claim")
+    compared = found["verdict"][found["criterion"] == "0.909091 to 1.1"]
+    assert len(compared) == 2 * len(ashl.VARIANTS)
+    assert compared.index[compared == "does not hold"].to_list() == ["ASHL, at once, by the accuracy: time / ASHL's"]
+    assert (compared.drop("ASHL, at once, by the accuracy: time / ASHL's") == "holds").all()
+    assert not (found["seeds"] == 0).any() and not found["unknown"].any()
+
+
+def searching_jobs():
+    """All runs and those with chosen rates."""
+    tuned = {ashl.name_of(ashl.BASE, "tuned", method, SEED): None for method in ashl.SEARCHES_RATED}
+    return ashl.searching_jobs(1) | tuned
+
+
+def test_were_ashl_as_claimed_it_would_beat_both_searches_on_every_link():
+    frame = results(searching_jobs(), as_claimed, lambda method: 0.01 if "ASHL" in method else 0.02)
+    verdicts = judged(ashl.searching_claims(), frame)
+    published = verdicts[(verdicts["published"] + verdicts["expected"]) != ""]
+    assert (published["verdict"] == "holds").all()
+    assert len(published) == len(ashl.SETTINGS) * 7 + len(ashl.LINKS) * 4 + 6
+
+
+@pytest.mark.parametrize("slow", ["ASHL", ashl.FINE])
+def test_an_ashl_that_is_no_sooner_does_not_hold_whatever_the_other_one_does(slow):
+    frame = results(searching_jobs(), lambda arm, method: 10.0 if method == slow else as_claimed(arm, method))
+    verdicts = judged(ashl.searching_claims(), frame).set_index("claim")["verdict"]
+    for method, said in ashl.SAID.items():
+        found = verdicts[verdicts.index.str.endswith(f": {said} / {ashl.FAIR}")]
+        assert set(found) == {"does not hold" if method == slow else "holds"}
+        assert len(found) == 2 * (len(ashl.SETTINGS) + len(ashl.LINKS) + 1)
+
+
+def test_a_fine_stage_after_the_targets_is_told():
+    for ends_s, verdict in ((4.0, "holds"), (2.5, "does not hold")):
+        frame = results(searching_jobs(), lambda arm, method, ends_s=ends_s: ends_s)
+        verdicts = judged(ashl.searching_claims(), frame).set_index("claim")["verdict"]
+        found = verdicts[verdicts.index.str.contains("when that fine stage begins")]
+        assert set(found) == {verdict} and len(found) == 2 * len(ashl.SETTINGS)
+
+
 # ---- all of it, small ----
 
 
@@ -250,7 +319,25 @@ def test_a_second_call_simulates_nothing_and_says_the_same(tmp_path, monkeypatch
     assert written == {path: path.stat().st_mtime_ns for path in written}
     pd.testing.assert_frame_equal(first, second)
     names = {path.name for path in tmp_path.iterdir()}
-    assert {"ashl-times.png", "ashl-where.csv", "ashl-parts.svg", "claims.csv", "results.csv"} <= names
+    tables = {"ashl-where.csv", "claims.csv", "tables-claims.csv", "results.csv"}
+    assert {"ashl-times.png", "ashl-parts.svg", *tables} <= names
     found = pd.read_csv(tmp_path / "results.csv").query("arm == 'main'").set_index("paradigm")
     assert found.loc["BSP", "waits"] > 0.3 and found.loc["ADSP, fixed", "waits"] < 0.01 < found.loc["BSP", "transfers"]
     assert np.isnan(found.loc["ADSP", "search_s"]) and found.loc["ADSP, fixed", "search_s"] == 0
+
+
+def test_searches_that_are_cut_continue_where_they_were(tmp_path, monkeypatch):
+    monkeypatch.setattr(tuning, "FACTORS", (1.0,))
+    monkeypatch.setattr(tuning, "SEEDS", (1,))
+    monkeypatch.setattr(ashl, "SEARCHES_RATED", (ashl.FINE,))
+    monkeypatch.setattr(ashl, "SETTINGS", ashl.SETTINGS[:1])
+    monkeypatch.setattr(ashl, "LINKS", (ashl.SLOWEST, 32.0))
+    console = Console(quiet=True)
+    first = ashl.reproduce_searches(tmp_path, 1, 1, console, length=1 / 100)
+    runs = {path.parent: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("summary.json")}
+    cut = tmp_path / "runs" / ashl.name_of(ashl.BASE, "links-32", ashl.FINE, SEED)
+    (cut / "summary.json").unlink()
+    second = ashl.reproduce_searches(tmp_path, 1, 1, console, length=1 / 100)
+    pd.testing.assert_frame_equal(first, second)
+    assert {path for path, at in runs.items() if (path / "summary.json").stat().st_mtime_ns != at} == {cut}
+    assert len(runs) == len(ashl.SEARCHES) + len(ashl.SEARCHED) + 1 + 3  # one chosen; factors 1, 2 and 4 or less
