@@ -444,7 +444,8 @@ class _EvaluatedAccount(_CommitAccount):
     def _see_trial(self, now_s: float) -> None:
         of_each = 1 if self.commits == 1 else math.floor(self.commits / 2)
         least = of_each * int(self.active.sum())
-        if len(self.points) == 1 and self.version - self.trial_version >= least:
+        is_next = len(self.points) == 1 and not math.isnan(self.known)
+        if is_next and self.version - self.trial_version >= least:
             self._need(now_s)
 
     def _compare_loss(self, now_s: float) -> bool:

@@ -42,7 +42,8 @@ makes too. It differs in four branches::
 
     k  the points of a trial are the models at its start, once its workers have made half of their commits, rounded
        down, and when all have stopped; the workers wait there until the evaluation has ended. With c = 1 no model
-       changes within a period, so that trial lasts for two: its three models differ
+       changes within a period, so that trial lasts for two: its three models differ. A loss that is not finite is no
+       point, and no other model is evaluated in its place
     l  times count from the start of the search, not of each trial, as those of the authors' code count from the start
        of the run: a later trial, which begins nearer to the target, gains nothing by it
     m  the model is also evaluated at each check between searches, for `loss_rise`
@@ -443,9 +444,10 @@ class EvaluatedADSP(ADSP):
         return self._period_s * (2 if self._trial_commits == 1 else 1)  # (k)
 
     def _see_trial(self) -> None:
-        """Want the model in the middle of the trial, once the loss at its start is known (k)."""
+        """Want the model in the middle of the trial, once, after the loss at its start is known (k)."""
         least = max(self._trial_commits, 2) // 2 * len(self._progress.active)
-        if self._wanted is None and len(self._points) == 1 and self._version - self._trial_version >= least:
+        is_next = len(self._points) == 1 and not math.isnan(self._known)
+        if self._wanted is None and is_next and self._version - self._trial_version >= least:
             self._wanted = self._version
 
     def _loss(self) -> float:

@@ -663,6 +663,15 @@ def test_an_evaluation_without_a_loss_is_no_point():
     assert repr(of(trace, Decision)[0].inputs) == repr((-math.inf, NAN, NAN, NAN))
 
 
+@pytest.mark.parametrize("takes_s", [0.0, 3.0])
+def test_k_a_middle_without_a_loss_is_evaluated_once(takes_s):
+    """The model diverges after the start: its middle and its end are evaluated, and the trial has no reward."""
+    evaluate = {"evaluate": lambda now_s: NAN if now_s else 8.0, "takes_s": takes_s}
+    trace = play(make(3, EvaluatedADSP), EQUAL, 170.0, **evaluate)
+    assert sum(isinstance(event, Evaluated) for event, _ in trace) == 3
+    assert repr(of(trace, Decision)[0].inputs) == repr((-math.inf, 8.0, NAN, NAN))
+
+
 def test_m_checks_evaluate_the_model_and_a_rise_begins_a_search():
     for loss, searches in ((1.29, False), (1.31, True)):
         paradigm, now_s = make(1, EvaluatedADSP, loss_rise=0.3), 0.0

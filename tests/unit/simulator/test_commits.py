@@ -151,6 +151,16 @@ def test_a_search_evaluates_the_model(tmp_path, evaluation):
     assert len(first) == 3 and first["held_s"].min() >= seconds - 1e-9
 
 
+def test_a_model_that_diverges_in_a_trial_is_evaluated_once_in_its_middle(tmp_path):
+    trace = simulate(searching(optimizer={"name": "sgd", "lr": 1e30}), tmp_path / "t.h5")
+    assert failed(trace) == []
+    rows = trace.tables["decisions"]
+    first = rows[rows["controller"] == b"reward"][0]
+    assert np.isfinite(first["loss_start"]) and np.isnan(first["loss_middle"])
+    evaluated = rows[(rows["controller"] == b"evaluated") & (rows["now_s"] <= first["now_s"])]
+    assert len(evaluated) == 3
+
+
 def test_that_one_commit_is_best_is_found(tmp_path):
     """Gradient descent without noise, and slow links: each commit takes a worker three of its twelve steps a period.
 
