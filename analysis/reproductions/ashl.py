@@ -24,7 +24,7 @@ from hpcsync.config.job import Job
 from hpcsync.figures import plotting
 from hpcsync.run_dir import layout
 from hpcsync.trace.reader import Trace, load
-from reproductions.claims import Claim, Of, conclude, judged, mean_time, of, points, ratio, time_to
+from reproductions.claims import Claim, Of, arrives_after_s, conclude, judged, mean_time, of, points, ratio, time_to
 from reproductions.simulating import simulate_all
 from reproductions.tuning import tuned
 
@@ -269,7 +269,7 @@ def measure(folder: Path) -> dict[str, Any]:
     now_s = evaluations["now_s"]
     accurate_s = first_s(now_s, smooth["accuracy"] >= ACCURACY)
     times = {
-        "accuracy": (accurate_s, over_s if np.isnan(accurate_s) else accurate_s),
+        "accuracy": (accurate_s, arrives_after_s(accurate_s, over_s)),
         "loss": mean_time([first_s(now_s, smooth["loss"] <= loss) for loss in LOSSES], over_s),
     }
     row: dict[str, Any] = {"setting": setting, "arm": arm, "paradigm": method.replace("_", " "), "seed": int(seed)}

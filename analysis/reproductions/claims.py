@@ -169,13 +169,15 @@ def settled_s(evaluations: pd.DataFrame, target: float) -> float:
     return float(evaluations["now_s"].iloc[first]) if first < len(evaluations) else np.nan
 
 
-def mean_time(times_s: Sequence[float], duration_s: float) -> tuple[float, float]:
-    """Return the geometric mean of times to several targets, NaN for never, and what it is at least.
+def arrives_after_s(time_s: float, duration_s: float) -> float:
+    """Return the time, or for NaN, never, how long the run was: it arrives later than that, if at all."""
+    return duration_s if math.isnan(time_s) else time_s
 
-    A run that lasted so long without arriving arrives later than that, if at all.
-    """
-    at_least_s = [duration_s if math.isnan(time_s) else time_s for time_s in times_s]
-    time_s, at_least = (float(np.exp(np.mean(np.log(each)))) for each in (times_s, at_least_s))
+
+def mean_time(times_s: Sequence[float], duration_s: float) -> tuple[float, float]:
+    """Return the geometric mean of times to several targets, NaN for never, and what it is at least."""
+    least_s = [arrives_after_s(time_s, duration_s) for time_s in times_s]
+    time_s, at_least = (float(np.exp(np.mean(np.log(each)))) for each in (times_s, least_s))
     return time_s, at_least
 
 
