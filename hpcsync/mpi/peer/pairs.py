@@ -38,7 +38,8 @@ class Pairing(Exchange):
         self._start: torch.Tensor | None = None  # the shared weights, until the loop begins
         if self._shares:  # nobody averages before the clocks of all ranks have been started together
             self._start = flat.weights.clone()
-            self._pairs.store(self._start)
+            with self._pairs.held():
+                self._pairs.store(self._start)
 
     def prepare(self, source: Source | None, iterations: Iterations) -> Mapping[str, int]:
         """Share what the script has changed since, too; others may have averaged already."""
@@ -123,7 +124,9 @@ class Pairing(Exchange):
         others, self._start = dict(state), None
         if self._shares:
             shared = built(torch.Tensor, others.pop("shared"), torch.empty_like(self._flat.weights))
-            self._pairs.store(shared, built(float, others.pop("shared_steps")), built(int, others.pop("n_averaged")))
+            n_steps, n_averaged = built(float, others.pop("shared_steps")), built(int, others.pop("n_averaged"))
+            with self._pairs.held():
+                self._pairs.store(shared, n_steps, n_averaged)
         super().restore(others)
 
     def free(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeAlias
 
 from mpi4py import MPI
 
-from hpcsync.mpi.transport.in_memory import MemoryCommunicator
+from hpcsync.mpi.transport.in_memory import Done, MemoryCommunicator
 
 Communicator: TypeAlias = MPI.Intracomm | MemoryCommunicator
 """Operations in use: ``Dup``, ``Split``, ``Split_type``, ``Free``, ``Abort``; ``Barrier``, ``Ibarrier``, ``bcast``,
@@ -45,6 +45,12 @@ class RawWindow(Protocol):
     def Get(self, into: Any, rank: int, place: Any) -> None:
         """Begin to copy from a rank."""
 
+    def Rput(self, source: Any, rank: int, place: Any) -> Any:
+        """Begin to copy to a rank; return a request that is complete when `source` may be reused."""
+
+    def Rget(self, into: Any, rank: int, place: Any) -> Any:
+        """Begin to copy from a rank; return a request that is complete when the data is there."""
+
     def Accumulate(self, source: Any, rank: int, place: Any, op: Any) -> None:
         """Begin to add to a rank's elements, atomically per element."""
 
@@ -63,11 +69,14 @@ def is_in_memory(comm: Communicator) -> bool:
     return isinstance(comm, MemoryCommunicator)
 
 
+_SAME_OP = MPI.Info.Create({"accumulate_ops": "same_op"})  # of atomic operations on an element; see `Window.fetch_add`
+
+
 def allocate(comm: Communicator, n_bytes: int, unit: int) -> RawWindow:
     """Create a window over allocated memory; collective."""
     if isinstance(comm, MemoryCommunicator):
         return comm.window(n_bytes, unit)
-    return MPI.Win.Allocate(n_bytes, unit, comm=comm)
+    return MPI.Win.Allocate(n_bytes, unit, _SAME_OP, comm)
 
 
 def expose(comm: Communicator, memory: Any, unit: int) -> RawWindow:
@@ -82,6 +91,12 @@ def allocate_shared(comm: Communicator, n_bytes: int) -> RawWindow:
     if isinstance(comm, MemoryCommunicator):
         return comm.window(n_bytes, 1)
     return MPI.Win.Allocate_shared(n_bytes, 1, comm=comm)
+
+
+def wait_any(requests: list[Any]) -> None:
+    """Wait until one of several requests is complete."""
+    if not any(isinstance(request, Done) for request in requests):
+        MPI.Request.Waitany(requests)
 
 
 def takes_several_threads(comm: Communicator) -> bool:

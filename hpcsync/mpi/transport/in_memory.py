@@ -598,6 +598,16 @@ class MemoryWindow:
         octets = _octets(into)
         self._world.copy(octets, self._at(rank, place[0], len(octets)))
 
+    def Rput(self, source: Any, rank: int, place: tuple[int, int]) -> Done:
+        """Copy to a rank's memory."""
+        self.Put(source, rank, place)
+        return Done()
+
+    def Rget(self, into: Any, rank: int, place: tuple[int, int]) -> Done:
+        """Copy from a rank's memory."""
+        self.Get(into, rank, place)
+        return Done()
+
     def Accumulate(self, source: np.ndarray, rank: int, place: tuple[int, int], op: Any) -> None:
         """Add to a rank's memory."""
         with self._world.lock:

@@ -111,7 +111,12 @@ def on_one_node(comm: MPI.Comm) -> bool:
 
 def ranks_here(comm: MPI.Comm) -> int:
     """Return the number of ranks on this rank's node; collective."""
+    return len(on_this_node(comm))
+
+
+def on_this_node(comm: MPI.Comm) -> list[int]:
+    """Return the ranks on this rank's node; collective."""
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    size: int = node.size
+    ranks: list[int] = node.allgather(comm.rank)
     node.Free()
-    return size
+    return ranks

@@ -2,21 +2,18 @@
 
 A rank that shares its vector has two rows of memory for it, a lock in a second window and words in a third one:
 
-    lock                  0, or 1 + the rank that holds it; changed by compare-and-swap only
-    serial                number of changes of the vector so far; row serial % 2 holds the vector
+    lock                  changes * (ranks + 1) + holder: number of changes of the vector so far, and 0 or 1 + the rank
+                          that holds the lock; changed by compare-and-swap only. Row changes % 2 holds the vector
     scalar of each row    a number that is averaged along with the vector
 
 Whoever changes a vector, its owner or another rank, holds the vector's lock. It fills the spare row with the new vector
-and scalar, flushes, and only then increases the serial number, which is one word and changes as a whole. Then it
-releases the lock.
+and scalar, flushes, and then releases the lock and counts the change at once, in one word.
 
 Why every change is atomic and none is lost:
 
 - Between reading a vector and replacing it, the lock keeps all others from changing it.
-- A rank that dies while it holds a lock has either increased the serial number, and the change is complete, or it has
-  not, and the vector is the old one: only the spare row was touched. The others take over the lock of a dead rank.
-- The serial number is not changed by atomic sums, but read and written like the vector. A change that is lost in the
-  vector is therefore lost in the number, too, and can be noticed there.
+- A rank that dies while it holds a lock has only touched the spare row: the vector is the old one. The others take over
+  the lock of a dead rank.
 
 Why nobody waits for ever: a rank holds at most one lock at a time, and waits for nothing while it holds it. A rank that
 averages must therefore not share its own vector, which it could not lock as well; it is the only one that changes it.
@@ -37,8 +34,7 @@ from hpcsync.mpi.transport.backoff import Backoff
 from hpcsync.mpi.transport.tensor_window import HOST, Transport
 from hpcsync.mpi.transport.window import Window
 
-FREE = 0  # value of a lock
-SERIAL, SCALARS = 0, 1  # indices of the words; the scalar of row r is at SCALARS + r
+FREE = 0  # holder of a lock that nobody holds
 
 
 class Shared(NamedTuple):
@@ -97,18 +93,22 @@ class PairExchange:
         poll: Callable[[], None] = lambda: None,
     ) -> None:
         self._rank, self._size, self._shares = comm.rank, size, shares
+        self._holders = comm.size + 1  # values that the holder can have
         self._backoff, self._poll = backoff or Backoff(comm, passive=transport.passive), poll
         self._rows = transport.window(comm, 2 * size if shares else 0, dtype)
         self._locks = Window(comm, 1, np.int64)
-        self._words = Window(comm, 3, np.float64)
+        self._scalars = Window(comm, 2, np.float64)
         self._other = torch.empty(0 if shares else size, dtype=dtype, device=transport.device)
         self.waited_s = 0.0
-        self._stored = 0  # serial number after the owner's last change
+        self._expected: dict[int, int] = {}  # by rank: its lock as it may be found
+        self._changes = 0  # of the vector whose lock this rank holds
+        self._changed = False  # by `store`
+        self._stored = 0  # changes of this rank's vector up to its own last one
         self._dead: set[int] = set()
         self._locks.local[:] = FREE
         self._locks.sync()
-        self._words.local[:] = 0.0
-        self._words.sync()
+        self._scalars.local[:] = 0.0
+        self._scalars.sync()
         comm.Barrier()
 
     # ---- the rank that averages ----
@@ -133,47 +133,49 @@ class PairExchange:
         assert not self._shares, "a rank that shares its vector does not average"
         if not self._acquire(peer):
             return None
-        words = np.zeros(3)
-        self._words.get(words, peer, 0)
-        self._words.flush(peer)
-        row = int(words[SERIAL]) % 2
+        row, theirs = self._changes % 2, np.zeros(1)
+        self._scalars.get(theirs, peer, row)
         self._rows.get(self._other, peer, row * self._size)
-        self._rows.flush(peer)
+        self._flush(peer)
         vector.add_(self._other).mul_(0.5)
-        scalar = (scalar + float(words[SCALARS + row])) * 0.5
-        row = 1 - row
-        self._rows.put(vector, peer, row * self._size)
-        self._rows.flush(peer)
-        self._put_word(peer, SCALARS + row, scalar)
-        self._put_word(peer, SERIAL, words[SERIAL] + 1)
-        self._release(peer)
-        return scalar
+        mean = (scalar + float(theirs[0])) * 0.5
+        self._write(peer, vector, mean)
+        self._release(peer, True)
+        return mean
 
-    def _put_word(self, peer: int, word: int, value: float) -> None:
-        self._words.put(np.array([value]), peer, word)
-        self._words.flush(peer)
+    def _write(self, peer: int, vector: torch.Tensor, scalar: float) -> None:
+        """Write into the spare row of a peer."""
+        row = 1 - self._changes % 2
+        self._scalars.put(np.array([scalar]), peer, row)
+        self._rows.put(vector, peer, row * self._size)
+        self._flush(peer)
+
+    def _flush(self, peer: int) -> None:
+        self._scalars.flush(peer)
+        self._rows.flush(peer)
 
     # ---- the rank that shares ----
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep others from averaging with this rank's vector, as a context manager; `load` and `store` need that."""
+        """Keep others from averaging with this rank's vector, as a context manager."""
         self._acquire(self._rank)
+        self._changed = False
         yield
-        self._release(self._rank)
+        self._release(self._rank, self._changed)
 
     def load(self) -> Shared:
-        """Return this rank's vector as it is now."""
-        self._words.sync()
-        serial = int(self._words.local[SERIAL])
-        row = serial % 2
+        """Return this rank's vector as it is now; while it is `held`, or nobody averages."""
+        self._locks.sync()
+        changes = int(self._locks.local[0]) // self._holders
+        row = changes % 2
         begin, end = row * self._size, (row + 1) * self._size
         self._rows.acquire(begin, end)
-        scalar = float(self._words.local[SCALARS + row])
-        return Shared(self._rows.local[begin:end], scalar, serial - self._stored)
+        self._scalars.sync()
+        return Shared(self._rows.local[begin:end], float(self._scalars.local[row]), changes - self._stored)
 
     def store(self, vector: torch.Tensor, scalar: float = 0.0, n_averaged: int = 0) -> None:
-        """Replace this rank's vector, shape (size,), and its scalar.
+        """Replace this rank's vector, shape (size,), and its scalar, as soon as it is no longer `held`.
 
         Parameters
         ----------
@@ -182,17 +184,14 @@ class PairExchange:
         n_averaged
             Averages that the next `load` counts in addition, in a run that is resumed.
         """
-        self._words.sync()
-        serial = int(self._words.local[SERIAL]) + 1
-        row = serial % 2
+        changes = self._changes + 1
+        row = changes % 2
         begin, end = row * self._size, (row + 1) * self._size
         self._rows.local[begin:end] = vector
         self._rows.release(begin, end)
-        self._words.local[SCALARS + row] = scalar
-        self._words.sync()
-        self._words.local[SERIAL] = serial
-        self._words.sync()
-        self._stored = serial - n_averaged
+        self._scalars.local[row] = scalar
+        self._scalars.sync()
+        self._stored, self._changed = changes - n_averaged, True
 
     # ---- both ----
 
@@ -200,15 +199,18 @@ class PairExchange:
         """Wait for the lock of a rank's vector; return False if the rank has died while it held it."""
 
         def attempt() -> bool | None:
-            holder = self._locks.compare_and_swap(FREE, self._rank + 1, rank, 0)
-            if holder == FREE:
-                return True
-            if holder - 1 in self._dead:
+            while (found := self._swap(rank, self._expected.get(rank, FREE))) is not None:
+                changes, holder = divmod(found, self._holders)
+                self._expected[rank] = changes * self._holders  # if it is free, in the next attempt at once
+                if holder == FREE:
+                    continue
+                if holder - 1 not in self._dead:
+                    self._poll()
+                    return None
                 if holder - 1 == rank:
                     return False
-                return self._locks.compare_and_swap(holder, self._rank + 1, rank, 0) == holder or None
-            self._poll()
-            return None
+                self._expected[rank] = found
+            return True
 
         acquired = attempt()
         if acquired is None:
@@ -217,8 +219,19 @@ class PairExchange:
             self.waited_s += time.perf_counter() - begin_s
         return acquired
 
-    def _release(self, rank: int) -> None:
-        self._locks.compare_and_swap(self._rank + 1, FREE, rank, 0)
+    def _swap(self, rank: int, expected: int) -> int | None:
+        """Take the lock of a rank's vector if that is as expected; return None, or what was found instead."""
+        changes = expected // self._holders
+        found = self._locks.compare_and_swap(expected, changes * self._holders + self._rank + 1, rank, 0)
+        if found != expected:
+            return found
+        self._changes = changes
+        return None
+
+    def _release(self, rank: int, changed: bool) -> None:
+        now = self._changes * self._holders
+        self._expected[rank] = now + changed * self._holders
+        self._locks.compare_and_swap(now + self._rank + 1, self._expected[rank], rank, 0)
 
     def forget(self, rank: int) -> None:
         """Take over the locks of a rank that died."""
@@ -228,7 +241,7 @@ class PairExchange:
         """Free the windows; collective, and harmless when repeated. No rank may still be averaging."""
         self._rows.free()
         self._locks.free()
-        self._words.free()
+        self._scalars.free()
 
     def __enter__(self) -> PairExchange:
         return self

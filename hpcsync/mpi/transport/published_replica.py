@@ -1,28 +1,28 @@
 """Published replica: read one-sided by all ranks at any time, never torn, without waiting on either side.
 
-Each rank has a few rows of memory for its replica and, in a second window, words that tell which row to read:
+Each rank has a few rows of memory for its replica, of which one is current, and in a second window these words:
 
-    current             serial * rows + row: the serial number of the current publication, and its row
-    pin of each reader  row + 1 while the reader copies the row; ANY while it may be about to copy any row; 0 otherwise
+    current              claims * rows + row: how often readers have claimed a row so far, and the current row
+    serial of each row   serial number of the publication that is in the row
+    done of each row     how often a reader has finished with the row
 
-These are hazard pointers, made of puts, gets and flushes alone. The reader gets `current`, puts its pin, flushes, and
-gets `current` again; if it still names the same row, the reader copies the row and clears its pin. The writer chooses a
-row that is neither current nor pinned, fills it, and sets `current`.
+A reader claims the current row by an atomic sum, which counts the claim and returns the row. It copies the row and its
+serial number, and adds 1 to the row's `done`. The writer fills a row that is not current and of which all claims are
+done, and makes it current by an atomic sum on the same word. This returns the number of claims until then, so it knows
+how many of them were of the row that it has replaced: those since it was made current.
 
-Why no row is filled while a reader copies it:
+Why no row is filled while a reader copies it: a claim and the choice of the current row change one word, so they have
+an order. Every claim of a row comes before the row is replaced, and is counted then; the row is not filled before as
+many readers are done with it.
 
-- Before a writer fills row r, it has set `current` to another row (the current row is never chosen) and only then,
-  after a full fence, loaded the pins.
-- A reader has stored its pin and only then, after a flush, loaded `current`.
-- Both sides store before they load, so at least one of the two loads sees the other side's store. Either the reader
-  finds that r is no longer current and does not copy it, or the writer finds the pin and does not choose r.
-- The writer's fence is `Window.sync`. On the reader's side, the flush means that the put has reached the target's
-  memory before the next get begins.
-- Words change as a whole: they are aligned, of 8 bytes, and copied at once, as are the words of `Store`'s `done`.
+A reader that dies leaves a claim that is never done. Every rank therefore says in its own memory from which rank it is
+reading; nobody looks there until a rank has died (`forget`) and no row is free. A claim that is left once every living
+reader has been seen without a read from this rank, after the row was replaced, is that of a dead one.
 
 References
 ----------
-M. M. Michael, "Hazard pointers: safe memory reclamation for lock-free objects", IEEE TPDS 15(6), 2004.
+The counts of claims and of what is done are the split reference counts of lock-free data structures; see M. M. Michael,
+"Hazard pointers: safe memory reclamation for lock-free objects", IEEE TPDS 15(6), 2004, for these and the alternative.
 """
 
 from __future__ import annotations
@@ -36,9 +36,7 @@ from hpcsync.mpi.transport.window import Window
 
 ROWS = 4  # one current, one to fill, two for slow readers
 UNREAD_ROWS = 3  # if ranks do not read each other: one current, one to fill, one for the evaluation
-CURRENT = 0  # index of the word; the pin of reader i is at 1 + i
-ANY = -1
-TRIES = 3  # attempts at pinning one row, if the owner publishes faster than a round trip of a word
+CURRENT = 0  # index of the word
 
 
 class PublishedReplica:
@@ -62,9 +60,14 @@ class PublishedReplica:
         Whether ranks read each other's replicas. If only one reader reads at a time, a row is always free for a
         publication.
 
+    Attributes
+    ----------
+    serial
+        Serial number of this rank's latest publication.
+
     Notes
     -----
-    Readers are numbered: each rank has its own number, and `comm.size` is one further reader on any one rank (the
+    Readers are numbered: each rank has its own number, and `comm.size` is one further reader on rank 0 (the
     evaluator's thread). Readers may be threads beside the publishing one, if MPI supports that.
     """
 
@@ -78,23 +81,25 @@ class PublishedReplica:
         extra: int = 0,
         peers_read: bool = True,
     ) -> None:
-        self._rank, self._readers = comm.rank, comm.size + 1
+        self._rank, self._n_ranks = comm.rank, comm.size
         self._sizes, self._n_rows = comm.allgather(size), min(comm.size + 2, ROWS if peers_read else UNREAD_ROWS)
         self._size, self._extra = size, extra
         self._length = size + extra + 1  # of a row; the weight comes last
         self._rows = transport.window(comm, self._n_rows * self._length, dtype)
-        self._words = Window(comm, 1 + self._readers, np.int64)
+        self._serials, self._done = 1, 1 + self._n_rows  # indices of the words of row 0
+        self._reading = 1 + 2 * self._n_rows  # of 1 + the rank that this rank reads from, 0: none; then its evaluator's
+        self._words = Window(comm, self._reading + 2, np.int64)
         self._rows.local[: self._length] = 0  # first row only: memory of rows that are never used is never committed
         self._rows.release(0, self._length)
         self._words.local[:] = 0
         self._words.sync()
+        self.serial = 0
+        self._current = 0
+        self._claims = 0  # until the current row was made so
+        self._claimed = [0] * self._n_rows  # how often each row was claimed before it was replaced
         self._dead: set[int] = set()
+        self._suspects: dict[int, set[int]] = {}  # of a replaced row: living readers that may still have a claim
         comm.Barrier()
-
-    @property
-    def serial(self) -> int:
-        """Serial number of this rank's latest publication."""
-        return self._unpack(self._words.local[CURRENT])[0]
 
     def publish(
         self, vector: torch.Tensor, serial: int | None = None, weight: float = 1.0, extra: torch.Tensor | None = None
@@ -115,7 +120,7 @@ class PublishedReplica:
         Returns
         -------
         bool
-            False if no row is free because slow readers still pin all others; the latest publication then stays
+            False if no row is free because slow readers still copy all others; the latest publication then stays
             current.
 
         Raises
@@ -130,17 +135,22 @@ class PublishedReplica:
             raise ValueError(f"serial number {serial} after {self.serial}")
         if row is None:
             return False
+        self._fill(row, vector, weight, extra)
+        self._words.local[self._serials + row] = serial
+        self._words.sync()
+        self._make_current(row)
+        self.serial = serial
+        return True
+
+    def _fill(self, row: int, vector: torch.Tensor, weight: float, extra: torch.Tensor | None) -> None:
         self._row(row)[: self._size] = vector
         if extra is not None:
             self._row(row)[self._size : -1] = extra
         self._row(row)[-1] = weight
         self._rows.release(row * self._length, (row + 1) * self._length)
-        self._words.local[CURRENT] = serial * self._n_rows + row
-        self._words.sync()
-        return True
 
     def forget(self, rank: int) -> None:
-        """Ignore the pins of a rank that died, so that the rows it was reading can be filled."""
+        """Do not wait for a rank that died, so that the row it was reading can be filled."""
         self._dead.add(rank)
 
     def read(
@@ -178,68 +188,79 @@ class PublishedReplica:
         """
         self._check(into, self._sizes[peer])
         reader = self._rank if reader is None else reader
-        if not 0 <= reader < self._readers:
-            raise ValueError(f"reader {reader}: must be one of 0 to {self._readers - 1}")
-        if peer == self._rank == reader:  # no pin is needed in the thread that publishes
-            serial, row = self._unpack(self._words.local[CURRENT])
-            into[:] = self._row(row)[: self._size]
+        if not 0 <= reader <= self._n_ranks:
+            raise ValueError(f"reader {reader}: must be one of 0 to {self._n_ranks}")
+        if peer == self._rank == reader:  # no claim is needed in the thread that publishes
+            own = self._row(self._current)
+            into[:] = own[: self._size]
             if extra is not None:
-                extra[:] = self._row(row)[self._size : -1]
+                extra[:] = own[self._size : -1]
             if weight is not None:
-                weight[:] = self._row(row)[-1]
-            return serial
-        serial, row = self._pin(peer, reader)
-        self._copy(peer, row, into, weight, extra)
-        self._set_pin(peer, reader, 0)
+                weight[:] = own[-1]
+            return self.serial
+        self._say_reading(reader, 1 + peer)
+        row = self._claim(peer)
+        serial = self._copy(peer, row, into, weight, extra)
+        self._finish(peer, row)
+        self._say_reading(reader, 0)
         return serial
 
     # ---- the owner's side ----
 
     def _free_row(self) -> int | None:
-        self._words.sync()  # full fence between the last store of `current` and these loads of the pins
-        pins = self._pins()
-        taken = {pin - 1 for pin in pins} | {self._unpack(self._words.local[CURRENT])[1]}
-        return None if ANY in pins else next((row for row in range(self._n_rows) if row not in taken), None)
+        row = self._unclaimed()
+        if row is None and self._dead:
+            self._discount_the_dead()
+            row = self._unclaimed()
+        return row
 
-    def _pins(self) -> list[int]:
-        pins: list[int] = self._words.local[1:].tolist()
-        for rank in self._dead:
-            pins[rank] = 0
-        return pins
+    def _unclaimed(self) -> int | None:
+        self._words.sync()
+        return next((row for row in self._replaced() if self._n_readers(row) == 0), None)
+
+    def _replaced(self) -> list[int]:
+        return [row for row in range(self._n_rows) if row != self._current]
+
+    def _n_readers(self, row: int) -> int:
+        """Return the number of claims of a replaced row that are not done."""
+        return self._claimed[row] - int(self._words.local[self._done + row])
+
+    def _make_current(self, row: int) -> None:
+        before = self._words.fetch_add(row - self._current, self._rank, CURRENT)
+        claims, _ = self._unpack(before)
+        self._claimed[self._current] += claims - self._claims
+        self._current, self._claims = row, claims
+        self._suspects.pop(row, None)
+
+    def _discount_the_dead(self) -> None:
+        """Count the claims of readers that died as done, as far as they are known."""
+        living = {reader for reader in range(self._n_ranks + 1) if reader % self._n_ranks not in self._dead}
+        idle = {reader for reader in living - {self._rank} if not self._reads_from_here(reader)} | {self._rank}
+        self._words.sync()  # what idle readers have finished is counted now
+        for row in self._replaced():
+            if n_readers := self._n_readers(row):
+                suspects = self._suspects.setdefault(row, living) & living - idle
+                self._suspects[row] = suspects
+                if not suspects:
+                    self._claimed[row] -= n_readers
+
+    def _reads_from_here(self, reader: int) -> bool:
+        evaluates, rank = divmod(reader, self._n_ranks)
+        return self._get_word(rank, self._reading + evaluates) == 1 + self._rank
 
     def _row(self, row: int) -> torch.Tensor:
         return self._rows.local[row * self._length : (row + 1) * self._length]
 
     # ---- the reader's side; scratch memory is allocated in each call, since readers may be threads ----
 
-    def _pin(self, peer: int, reader: int) -> tuple[int, int]:
-        """Pin a publication, which then stays unchanged until the pin is cleared; return (serial, row).
+    def _say_reading(self, reader: int, peer: int) -> None:
+        self._words.local[self._reading + reader // self._n_ranks] = peer
+        self._words.sync()
 
-        The number of steps is bounded.
-        """
-        _, row = self._current(peer)
-        for _ in range(TRIES):
-            self._set_pin(peer, reader, row + 1)
-            serial, still = self._current(peer)
-            if still == row:
-                return serial, row
-            row = still
-        # The owner publishes faster than this rank pins. ANY keeps it from filling any row during one more read.
-        self._set_pin(peer, reader, ANY)
-        serial, row = self._current(peer)
-        self._set_pin(peer, reader, row + 1)
-        return serial, row
-
-    def _current(self, peer: int) -> tuple[int, int]:
-        word = np.zeros(1, np.int64)
-        self._words.get(word, peer, CURRENT)
-        self._words.flush(peer)
-        return self._unpack(word[0])
-
-    def _set_pin(self, peer: int, reader: int, pin: int) -> None:
-        word = np.array([pin], np.int64)
-        self._words.put(word, peer, 1 + reader)
-        self._words.flush(peer)
+    def _claim(self, peer: int) -> int:
+        """Claim the current row, which then stays unchanged until `_finish`; return it."""
+        _, row = self._unpack(self._words.fetch_add(self._n_rows, peer, CURRENT))
+        return row
 
     def _copy(
         self,
@@ -248,7 +269,8 @@ class PublishedReplica:
         into: torch.Tensor,
         weight: torch.Tensor | None = None,
         extra: torch.Tensor | None = None,
-    ) -> None:
+    ) -> int:
+        """Copy a row; return its serial number."""
         size = self._sizes[peer]
         begin = row * (size + self._extra + 1)
         self._rows.get(into, peer, begin)
@@ -256,12 +278,23 @@ class PublishedReplica:
             self._rows.get(extra, peer, begin + size)
         if weight is not None:
             self._rows.get(weight, peer, begin + size + self._extra)
+        serial = self._get_word(peer, self._serials + row)
         self._rows.flush(peer)
+        return serial
+
+    def _finish(self, peer: int, row: int) -> None:
+        self._words.fetch_add(1, peer, self._done + row)
+
+    def _get_word(self, peer: int, at: int) -> int:
+        word = np.zeros(1, np.int64)
+        self._words.get(word, peer, at)
+        self._words.flush(peer)
+        return int(word[0])
 
     # ---- both ----
 
     def _unpack(self, word: np.int64) -> tuple[int, int]:
-        """Return (serial, row)."""
+        """Return (claims, row)."""
         return divmod(int(word), self._n_rows)
 
     def _check(self, vector: torch.Tensor, size: int) -> None:

@@ -1,34 +1,32 @@
 """Push inbox: vectors pushed one-sided to a peer, which collects their sum at any time.
 
-Each rank has two inboxes. Senders fill the active one; the other is empty, or waits for senders that are still writing
-to it. An inbox has a few slots, into which vectors are put, and a sum in host memory, to which all further vectors are
+Each rank has two inboxes. Senders fill the active one; the other is empty, or waits for vectors that are still on their
+way. An inbox has a few slots, into which vectors are put, and a sum in host memory, to which all further vectors are
 added. An atomic sum of a vector needs no slot, but between hosts it takes many times as long as a put, and MPI does not
-support it for GPU memory. The words, all float64 and changed by atomic sums only, are:
+support it for GPU memory. The words, all float64, are:
 
-    flips                  how often the receiver has switched inboxes; inbox flips % 2 is active
+    tickets                2 * tickets + inbox: the number of tickets of the active inbox, and which one that is
+    sending                1 + the rank that this rank is sending to; 0: none
     and for each inbox
-    tickets                number of vectors that have a place in the inbox
     weight of each slot    weight of the vector in the slot; 0 until the whole vector is there
     further, weight        number of vectors added to the sum, and the sum of their weights
-    writers                one bit, 2 ** sender, for each sender that is writing, in as many words as needed
 
-The sender adds its bit to the writers of the active inbox and checks that the inbox is still active; if not, it
-withdraws its bit and tries the other one. It then takes a ticket, which is the number of a slot, puts the vector there,
-flushes, adds the weight, and withdraws its bit. The receiver switches inboxes once the active one has issued tickets.
-As soon as no sender writes to the inbox that it switched from, it adds up the vectors there and resets the tickets and
-weights.
+A sender takes a ticket by an atomic sum, which returns the active inbox and the ticket, the number of a slot. It puts
+the vector there, flushes, and adds the weight, both to words of that inbox. The receiver, once the active inbox has
+issued tickets, makes the other one active by an atomic sum on the same word, and learns from it how many tickets the
+first one has issued in all. It adds up the vectors there when that many have arrived, and resets the words.
 
-Why no vector is lost or counted twice:
+Why no vector is lost or counted twice: a ticket and a switch change one word, so they have an order. Every ticket of an
+inbox is issued before the switch, and is counted then; the inbox is not emptied before as many vectors are complete,
+and not active again before it is empty.
 
-- A sender sets its bit, then reads `flips`; the receiver changes `flips`, then reads the writers. These are all atomic
-  sums, each complete before the next begins, so at least one side sees the other: either the sender finds the inbox
-  inactive and takes no ticket, or the receiver finds the sender's bit and takes nothing until the bit is withdrawn,
-  when the vector and its weight are there.
-- A sender that saw the inbox active both times, with two switches in between, is no exception: the inbox was emptied
-  before it became active again, and it is not emptied while the sender's bit is set.
-- A sender that finds its inbox inactive has changed only the writers, which the receiver only reads.
+The switch also takes the tickets that the receiver has seen from the word, so that those of the other inbox begin at
+0. Tickets that were issued between that look and the switch are left in the word: the other inbox begins after them,
+and its first slots stay empty this time.
 
-A sender that dies leaves its bit set, but the receiver ignores the bits of dead ranks (`forget`). A vector that it has
+A sender that dies leaves a ticket without a vector. Every rank therefore says in its own memory to which rank it is
+sending; nobody looks there until a rank has died (`forget`) and an inbox is not complete. What is missing once every
+living rank has been seen without a vector for this one, after the switch, is that of a dead one. A vector that it has
 put into a slot either has a weight or is incomplete, and is then discarded. For the sum, there is no way to tell what
 has been added: if a sender dies while it adds to the sum, the receiver raises.
 """
@@ -36,6 +34,7 @@ has been added: if a sender dies while it adds to the sum, the receiver raises.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -49,9 +48,16 @@ from hpcsync.mpi.transport.window import Window
 from hpcsync.training.local_update import Received
 
 SLOTS = 3  # at most, per inbox: more peers rarely choose the same receiver between two of its calls of `collect`
-FLIPS = 0
-TICKETS, WEIGHTS, FURTHER, WEIGHT, WRITERS = 0, 1, 1 + SLOTS, 2 + SLOTS, 3 + SLOTS  # indices of an inbox's words
-BITS = 52  # writers per word: a float64 holds sums of so many bits exactly
+TICKETS, SENDING = 0, 1
+WEIGHTS, FURTHER, WEIGHT, WORDS = 0, SLOTS, 1 + SLOTS, 2 + SLOTS  # indices of an inbox's words, and their number
+
+
+class _Drained(NamedTuple):
+    """Inbox that is not active, until it is emptied, and the tickets that it has issued: from `first` to `end`."""
+
+    inbox: int
+    first: int
+    end: int
 
 
 class PushInbox:
@@ -70,15 +76,16 @@ class PushInbox:
     """
 
     def __init__(self, comm: MPI.Intracomm, size: int, dtype: torch.dtype, transport: Transport = HOST) -> None:
-        self._rank, self._size = comm.rank, size
+        self._rank, self._n_ranks, self._size = comm.rank, comm.size, size
         self._slots = min(comm.size - 1, SLOTS)
         self._rows = transport.window(comm, 2 * self._slots * size, dtype)
         self._sums = Window(comm, 2 * size, numpy_dtype(dtype))
-        self._n_writers = -(-comm.size // BITS)
-        self._words = Window(comm, 1 + 2 * (WRITERS + self._n_writers), np.float64)
-        self._dead = [0] * self._n_writers  # bits of ranks that died
+        self._words = Window(comm, 2 + 2 * WORDS, np.float64)
+        self._dead: set[int] = set()
+        self._suspects: set[int] = set()  # living ranks that may still send to the inbox that is drained
         self._total = torch.zeros(size, dtype=dtype, device=transport.device)
-        self._draining: int | None = None  # the inbox switched from, until it is emptied
+        self._first = 0  # ticket of the active inbox
+        self._draining: _Drained | None = None
         self._kept: Received | None = None  # collected by `keep`, for the next `collect`
         self._sums.local[:] = 0
         self._words.local[:] = 0
@@ -110,27 +117,19 @@ class PushInbox:
         if vector.shape != self._total.shape or vector.dtype != self._total.dtype:
             expected = f"{self._total.dtype}[{self._size}]"
             raise ValueError(f"{vector.dtype}{list(vector.shape)}: must be {expected}")
-        inbox = self._enter(peer)
-        self._fill(peer, inbox, self._ticket(peer, inbox), vector, weight)
-        self._leave(peer, inbox)
+        self._say_sending(1 + peer)
+        inbox, ticket = self._ticket(peer)
+        self._fill(peer, inbox, ticket, vector, weight)
+        self._say_sending(0)
 
-    def _enter(self, peer: int) -> int:
-        """Set this rank's writer bit in the active inbox; return the inbox."""
-        inbox = self._active(peer)
-        while True:
-            self._announce(peer, inbox)
-            active = self._active(peer)
-            if active == inbox:
-                return inbox
-            self._leave(peer, inbox)
-            inbox = active
+    def _say_sending(self, peer: int) -> None:
+        self._words.local[SENDING] = peer
+        self._words.sync()
 
-    def _announce(self, peer: int, inbox: int, times: int = 1) -> None:
-        word, bit = divmod(self._rank, BITS)
-        self._words.fetch_add(times * 2.0**bit, peer, self._at(inbox, WRITERS + word))
-
-    def _ticket(self, peer: int, inbox: int) -> int:
-        return int(self._words.fetch_add(1, peer, self._at(inbox, TICKETS)))
+    def _ticket(self, peer: int) -> tuple[int, int]:
+        """Take a ticket of the peer's active inbox; return the inbox and the ticket."""
+        ticket, inbox = divmod(int(self._words.fetch_add(2, peer, TICKETS)), 2)
+        return inbox, ticket
 
     def _fill(self, peer: int, inbox: int, ticket: int, vector: torch.Tensor, weight: float) -> None:
         if ticket < self._slots:
@@ -144,13 +143,7 @@ class PushInbox:
             self._words.fetch_add(weight, peer, self._at(inbox, WEIGHT))
             self._words.fetch_add(1, peer, self._at(inbox, FURTHER))
 
-    def _leave(self, peer: int, inbox: int) -> None:
-        self._announce(peer, inbox, -1)
-
-    def _active(self, rank: int) -> int:
-        return int(self._words.fetch_add(0, rank, FLIPS)) % 2
-
-    # ---- the receiver's side; it also reads and changes its own words by atomic sums, since senders change them ----
+    # ---- the receiver's side; it also reads and changes the words of its inboxes by atomic sums, as senders do ----
 
     def collect(self) -> Received | None:
         """Return the sum of all vectors that have arrived, or None if there are none; never wait.
@@ -163,12 +156,19 @@ class PushInbox:
         if self._draining is not None:
             received = self._take(self._draining, received)
         if self._draining is None:
-            active = self._active(self._rank)
-            if self._word(active, TICKETS):
-                self._words.fetch_add(1, self._rank, FLIPS)
-                self._draining = active
-                received = self._take(active, received)
+            seen, inbox = divmod(int(self._word(TICKETS)), 2)
+            if seen > self._first:
+                self._draining = self._switch(inbox, seen)
+                received = self._take(self._draining, received)
         return received
+
+    def _switch(self, inbox: int, seen: int) -> _Drained:
+        """Make the other inbox active; `seen` tickets of this one are known."""
+        before = self._words.fetch_add((1 - inbox) - inbox - 2 * seen, self._rank, TICKETS)
+        drained = _Drained(inbox, self._first, int(before) // 2)
+        self._first = drained.end - seen
+        self._suspects = {*range(self._n_ranks)} - {self._rank}
+        return drained
 
     def keep(self) -> Received | None:
         """Collect all vectors that have arrived, and keep them for the next `collect`; for use while no rank sends."""
@@ -181,24 +181,23 @@ class PushInbox:
         self._kept = kept
 
     def forget(self, rank: int) -> None:
-        """Ignore the writer bit of a rank that died."""
-        word, bit = divmod(rank, BITS)
-        self._dead[word] |= 1 << bit
+        """Do not wait for the vectors of a rank that died."""
+        self._dead.add(rank)
 
-    def _take(self, inbox: int, received: Received | None) -> Received | None:
+    def _take(self, drained: _Drained, received: Received | None) -> Received | None:
         """Add the content of an inactive inbox to `received` and empty the inbox.
 
-        While a sender is writing there, return `received` unchanged.
+        While vectors are on their way there, return `received` unchanged.
 
         Raises
         ------
         RankFailed
             If a rank died while it added to the inbox's sum.
         """
-        if self._writers(inbox):
+        if not self._is_complete(drained) and not (self._dead and self._living_have_sent()):
             return received
         count, weight = (0, 0.0) if received is None else received[1:]
-        for vector, n, its_weight in self._vectors(inbox, int(self._taken(inbox, TICKETS))):
+        for vector, n, its_weight in self._vectors(drained):
             if count == 0:
                 self._total.copy_(vector)
             else:
@@ -208,16 +207,39 @@ class PushInbox:
         self._draining = None
         return Received(self._total, count, weight) if count else None
 
-    def _vectors(self, inbox: int, tickets: int) -> Iterator[tuple[torch.Tensor, int, float]]:
+    def _is_complete(self, drained: _Drained) -> bool:
+        weights = [self._word(self._at(drained.inbox, WEIGHTS + slot)) for slot in self._used_slots(drained)]
+        return all(weights) and self._word(self._at(drained.inbox, FURTHER)) == self._n_further(drained)
+
+    def _living_have_sent(self) -> bool:
+        """Return whether every living rank has been seen, since the switch, without a vector for this one."""
+        self._suspects -= self._dead
+        self._suspects = {rank for rank in self._suspects if self._sends_here(rank)}
+        return not self._suspects
+
+    def _sends_here(self, rank: int) -> bool:
+        word = np.zeros(1)
+        self._words.get(word, rank, SENDING)
+        self._words.flush(rank)
+        return int(word[0]) == 1 + self._rank
+
+    def _used_slots(self, drained: _Drained) -> range:
+        return range(drained.first, min(drained.end, self._slots))
+
+    def _n_further(self, drained: _Drained) -> int:
+        return max(0, drained.end - max(drained.first, self._slots))
+
+    def _vectors(self, drained: _Drained) -> Iterator[tuple[torch.Tensor, int, float]]:
         """Yield for each vector of the inbox: the vector, the number of vectors that it sums, and their weight."""
-        for slot in range(min(tickets, self._slots)):
+        inbox = drained.inbox
+        for slot in self._used_slots(drained):
             if weight := self._taken(inbox, WEIGHTS + slot):  # 0 if its sender died before the vector was complete
                 begin = self._offset(inbox, slot)
                 self._rows.acquire(begin, begin + self._size)
                 yield self._rows.local[begin : begin + self._size], 1, weight
-        if tickets > self._slots:
+        if expected := self._n_further(drained):
             n = int(self._taken(inbox, FURTHER))
-            if n < tickets - self._slots:
+            if n < expected:
                 raise RankFailed("a rank died while it added to the sum of other ranks' vectors")
             self._sums.sync()
             further = self._sums.local[inbox * self._size :][: self._size]
@@ -225,24 +247,19 @@ class PushInbox:
             further[:] = 0  # the sum must start from zero; slots are overwritten
             self._sums.sync()
 
-    def _writers(self, inbox: int) -> bool:
-        """Return whether a live sender is writing to the inbox."""
-        return any(int(self._word(inbox, WRITERS + word)) & ~dead for word, dead in enumerate(self._dead))
-
-    def _word(self, inbox: int, word: int) -> float:
-        return float(self._words.fetch_add(0, self._rank, self._at(inbox, word)))
+    def _word(self, at: int) -> float:
+        return float(self._words.fetch_add(0, self._rank, at))
 
     def _taken(self, inbox: int, word: int) -> float:
-        """Return the value of a word and reset it to 0; no sender changes it now."""
-        found = self._word(inbox, word)
-        if found:
+        """Return the value of a word of an inbox and reset it to 0; no sender changes it now."""
+        if found := self._word(self._at(inbox, word)):
             self._words.fetch_add(-found, self._rank, self._at(inbox, word))
         return found
 
     # ---- both ----
 
     def _at(self, inbox: int, word: int) -> int:
-        return 1 + inbox * (WRITERS + self._n_writers) + word
+        return 2 + inbox * WORDS + word
 
     def _offset(self, inbox: int, slot: int) -> int:
         """Return the first element of a slot in the rows."""

@@ -1,7 +1,15 @@
-"""One-sided (RMA) windows over memory that MPI allocates or that the caller provides."""
+"""One-sided (RMA) windows over memory that MPI allocates or that the caller provides.
+
+Between hosts, large transfers are made in pieces of which a few are under way at a time. A link then holds little of
+them in its queues, and messages and words, which travel on the same connections, do not wait for whole models.
+"""
 
 from __future__ import annotations
 
+import functools
+import threading
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,6 +17,29 @@ from mpi4py import MPI
 
 from hpcsync.mpi.transport import communicator, shm_budget
 from hpcsync.mpi.transport.communicator import RawWindow
+from hpcsync.mpi.transport.node_topology import on_this_node
+
+PIECE_BYTES = 1 << 17
+PIECES_UNDER_WAY = 4  # fills 20 Gbit/s if a round trip takes 0.2 ms
+
+
+class _Transfer:
+    """Transfers of one thread with one rank that are made in pieces, in their order.
+
+    Each call in `pieces` begins one, and returns its request.
+    """
+
+    def __init__(self) -> None:
+        self.pieces: deque[Callable[[], Any]] = deque()
+        self.requests: deque[Any] = deque()
+
+    def advance(self) -> bool:
+        """Begin the pieces that may begin; return whether all are complete."""
+        while self.requests and self.requests[0].Test():
+            self.requests.popleft()
+        while self.pieces and len(self.requests) < PIECES_UNDER_WAY:
+            self.requests.append(self.pieces.popleft()())
+        return not self.requests
 
 
 class Window:
@@ -24,7 +55,8 @@ class Window:
         Type of the elements.
     memory
         Contiguous buffer of any kind that mpi4py takes, to expose instead of allocated memory; `local` is then empty.
-        By default MPI allocates the memory, and only then are transfers passive.
+        By default MPI allocates the memory, and only then are transfers passive and made in pieces: MPI libraries
+        need not take device pointers for operations with requests.
 
     Attributes
     ----------
@@ -55,40 +87,78 @@ class Window:
         else:
             self._win = communicator.expose(comm, memory if count else None, itemsize)
             self.local = np.empty(0, self._dtype)
+        self._whole = set(range(comm.size) if memory is not None else on_this_node(comm))  # ranks without pieces
+        self._between_nodes = len(self._whole) < comm.size
+        self._seen: dict[tuple[int, int], Any] = {}  # words as they were last seen, by rank and offset
+        self._transfers: dict[int, dict[int, _Transfer]] = {}  # by thread and rank
         self._win.Lock_all()
         comm.Barrier()
 
     def put(self, source: Any, rank: int, offset: int) -> None:
         """Begin to copy `source`, 1-D, to element `offset` of `rank`; it may be reused after `flush(rank)`."""
-        self._open.Put(source, rank, (offset, len(source)))
+        self._transfer(self._open.Put, self._open.Rput, source, rank, offset)
 
     def get(self, into: Any, rank: int, offset: int) -> None:
         """Begin to copy from element `offset` of `rank` into `into`, 1-D; the data is there after `flush(rank)`."""
-        self._open.Get(into, rank, (offset, len(into)))
+        self._transfer(self._open.Get, self._open.Rget, into, rank, offset)
+
+    def _transfer(
+        self, whole: Callable[..., None], piece: Callable[..., Any], buffer: Any, rank: int, offset: int
+    ) -> None:
+        n = PIECE_BYTES // self._dtype.itemsize
+        if len(buffer) <= n or rank in self._whole:
+            whole(buffer, rank, (offset, len(buffer)))
+            return
+        transfer = self._transfers.setdefault(threading.get_ident(), {}).setdefault(rank, _Transfer())
+        for begin in range(0, len(buffer), n):
+            part = buffer[begin : begin + n]
+            transfer.pieces.append(functools.partial(piece, part, rank, (offset + begin, len(part))))
+        transfer.advance()
 
     def accumulate(self, source: np.ndarray, rank: int, offset: int) -> None:
         """Begin to add `source` to the elements from `offset` on of `rank`, atomically per element among sums."""
         self._open.Accumulate(source, rank, (offset, source.size), MPI.SUM)
 
     def fetch_add(self, value: float, rank: int, offset: int) -> Any:
-        """Add `value` to element `offset` of `rank` atomically, and return the previous value; adding 0 reads.
+        """Add `value` to element `offset`, of 8 bytes, of `rank` atomically, and return the previous value.
 
-        MPI guarantees nothing about mixed atomic operations: a window uses either sums or `compare_and_swap`.
+        Adding 0 reads. MPI guarantees nothing about mixed atomic operations: a window uses `fetch_add` and
+        `accumulate`, on different elements, or `compare_and_swap`.
         """
-        operand, before = np.array([value], self._dtype), np.zeros(1, self._dtype)
-        self._open.Fetch_and_op(operand, before, rank, offset, MPI.SUM)
-        self._open.Flush(rank)
-        return before[0]
+        if not self._between_nodes:
+            operand, before = np.array([value], self._dtype), np.zeros(1, self._dtype)
+            self._open.Fetch_and_op(operand, before, rank, offset, MPI.SUM)
+            self._open.Flush(rank)
+            return before[0]
+        # Between hosts a fetch-and-op of Open MPI takes three round trips, a compare-and-swap one.
+        guess = self._seen.get((rank, offset), self._dtype.type(0))
+        while True:
+            new = self._dtype.type(guess + value)
+            operands = np.array([new, guess]).view(np.int64)
+            found = self._dtype.type(0) + self._swap(operands, rank, offset).view(self._dtype)[0]
+            if found == guess:
+                self._seen[rank, offset] = new
+                return found
+            guess = found
 
     def compare_and_swap(self, expected: int, value: int, rank: int, offset: int) -> int:
         """Replace element `offset` of `rank`, an integer, by `value` if it is `expected`; return the previous value."""
-        operands, before = np.array([value, expected], self._dtype), np.zeros(1, self._dtype)
+        return int(self._swap(np.array([value, expected], self._dtype), rank, offset)[0])
+
+    def _swap(self, operands: np.ndarray, rank: int, offset: int) -> np.ndarray:
+        before = np.zeros(1, operands.dtype)
         self._open.Compare_and_swap(operands[:1], operands[1:], before, rank, offset)
         self._open.Flush(rank)
-        return int(before[0])
+        return before
 
     def flush(self, rank: int) -> None:
-        """Wait until this rank's operations on `rank` are complete on both sides."""
+        """Wait until this thread's operations on `rank` are complete on both sides."""
+        mine = self._transfers.get(threading.get_ident(), {})
+        while rank in mine:
+            for other in [other for other, transfer in mine.items() if transfer.advance()]:
+                del mine[other]
+            if rank in mine:
+                communicator.wait_any([transfer.requests[0] for transfer in mine.values()])
         self._open.Flush(rank)
 
     def sync(self) -> None:

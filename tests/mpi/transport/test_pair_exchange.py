@@ -24,6 +24,11 @@ def filled(value: float, size: int = 5) -> torch.Tensor:
     return torch.full((size,), value, dtype=torch.float64)
 
 
+def share(pairs: PairExchange, vector: torch.Tensor, scalar: float = 0.0) -> None:
+    with pairs.held():
+        pairs.store(vector, scalar)
+
+
 def exchange(comm, size: int, transport=HOST, *, compute=lambda: None) -> tuple[float, int, int, bool]:
     """Average at random while all ranks add ones to their own vectors.
 
@@ -49,8 +54,7 @@ def exchange(comm, size: int, transport=HOST, *, compute=lambda: None) -> tuple[
             return found.n_averaged
 
         if shares(comm.rank):
-            with pairs.held():
-                pairs.store(own, scalar)
+            share(pairs, own, scalar)
         comm.Barrier()
         end_s = time.monotonic() + BUSY_S
         while time.monotonic() < end_s:
@@ -104,7 +108,7 @@ def between_load_and_store(comm) -> tuple[float, float, int]:
     own, n_averaged = filled(1.0 if comm.rank == 0 else 3.0), 0
     with PairExchange(comm, 5, torch.float64, shares=comm.rank == 1) as pairs:
         if comm.rank == 1:
-            pairs.store(own)
+            share(pairs, own)
         comm.Barrier()
         if comm.rank == 1:
             with pairs.held():
@@ -135,9 +139,18 @@ def test_without_the_lock_an_average_is_lost(comm, needs, monkeypatch):
     needs(2)
 
     def hasty(self: PairExchange, rank: int) -> bool:
+        lock = np.zeros(1, np.int64)
+        self._locks.get(lock, rank, 0)
+        self._locks.flush(rank)
+        self._changes = int(lock[0]) // self._holders
         return True
 
+    def careless(self: PairExchange, rank: int, changed: bool) -> None:
+        self._locks.put(np.array([(self._changes + changed) * self._holders]), rank, 0)
+        self._locks.flush(rank)
+
     monkeypatch.setattr(PairExchange, "_acquire", hasty)
+    monkeypatch.setattr(PairExchange, "_release", careless)
     assert between_load_and_store(comm) == (2.0, 4.0, 0)  # the sum is 6 and not 5
 
 
@@ -149,12 +162,12 @@ def averaged_after_death(comm, written: bool) -> tuple[float | None, float, floa
     own = filled(1.0)
     with PairExchange(comm, 5, torch.float64, shares=comm.rank == 1) as pairs:
         if comm.rank == 1:
-            pairs.store(filled(3.0))
+            share(pairs, filled(3.0))
         comm.Barrier()
         if comm.rank == 2:
             pairs._acquire(1)
             if written:
-                pairs._rows.put(filled(100.0), 1, 0)  # the spare row
+                pairs._rows.put(filled(100.0), 1, 0)  # the spare row: the vector has changed once
                 pairs._rows.flush(1)
         comm.Barrier()
         scalar = None
@@ -179,7 +192,7 @@ def test_a_vector_whose_owner_died_while_changing_it_is_left_alone(comm, needs):
     own = filled(1.0)
     with PairExchange(comm, 5, torch.float64, shares=comm.rank == 1) as pairs:
         if comm.rank == 1:
-            pairs.store(filled(3.0))
+            share(pairs, filled(3.0))
             pairs._acquire(1)
         comm.Barrier()
         if comm.rank == 0:
@@ -203,7 +216,7 @@ def test_both_ranks_have_the_mean_to_the_bit(comm, needs, dtype, transport):
     own = start[comm.rank].clone() if comm.rank < 2 else None
     with PairExchange(comm, 7, dtype, transport, shares=comm.rank == 1) as pairs:
         if comm.rank == 1:
-            pairs.store(own, 3.0)
+            share(pairs, own, 3.0)
             found = pairs.load()
             assert (found.vector == own).all() and found[1:] == (3.0, 0)
         comm.Barrier()

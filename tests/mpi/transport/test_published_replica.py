@@ -119,87 +119,69 @@ def test_extra_elements_are_of_the_same_publication(comm, transport):
 
 
 def after_ten_publications(comm) -> tuple[torch.Tensor, int]:
-    """What the last rank's evaluator copies of rank 0 that has published 1, was pinned, and published 2 to 11."""
-    into, serial, reads = filled(-1), 1, comm.rank == comm.size - 1
+    """What the evaluator copies of the last rank that has published 1, had it claimed, and published 2 to 11."""
+    into, serial, owner = filled(-1), -1, comm.size - 1
     with PublishedReplica(comm, 5, torch.float64) as exposed:
-        if comm.rank == 0:
+        if comm.rank == owner:
             assert exposed.publish(filled(1))
         comm.Barrier()
-        if reads:
-            serial, row = exposed._pin(0, comm.size)
-        comm.Barrier()
         if comm.rank == 0:
+            row = exposed._claim(owner)
+        comm.Barrier()
+        if comm.rank == owner:
             assert all(exposed.publish(filled(value)) for value in range(2, 12))
         comm.Barrier()
-        if reads:
-            exposed._copy(0, row, into)
-            exposed._set_pin(0, comm.size, 0)
+        if comm.rank == 0:
+            serial = exposed._copy(owner, row, into)
+            exposed._finish(owner, row)
             latest = filled(0)
-            assert exposed.read(0, latest, comm.size) == 11 and (latest == 11).all()
+            assert exposed.read(owner, latest, comm.size) == 11 and (latest == 11).all()
         comm.Barrier()
-    return comm.bcast((into, serial), comm.size - 1)
+    return comm.bcast((into, serial))
 
 
-def test_a_pinned_row_is_unchanged_by_ten_publications(comm):
+def test_a_claimed_row_is_unchanged_by_ten_publications(comm):
     into, serial = after_ten_publications(comm)
     assert serial == 1 and (into == 1).all()
 
 
-def test_a_pinned_row_is_overwritten_when_the_owner_ignores_pins(comm, monkeypatch):
-    monkeypatch.setattr(PublishedReplica, "_pins", lambda self: [])
+def test_a_claimed_row_is_overwritten_when_the_owner_ignores_claims(comm, monkeypatch):
+    monkeypatch.setattr(PublishedReplica, "_n_readers", lambda self, row: 0)
     into, serial = after_ten_publications(comm)
-    assert serial == 1 and (into != 1).all()
+    assert serial != 1 and (into != 1).all()
 
 
 def copies_what_is_being_filled(comm) -> bool:
-    """Return whether a reader copies a row that it pins after the owner has chosen it and before it is filled."""
+    """Return whether a reader copies a row that the owner has chosen before it is claimed and fills afterwards."""
     with PublishedReplica(comm, 5, torch.float64) as exposed:
-        look, chosen = exposed._current, []
+        add, chosen = exposed._words.fetch_add, []
 
-        def slow_look(peer: int) -> tuple[int, int]:
-            found = look(peer)
+        def slow_add(value: int, peer: int, offset: int) -> int:
             if not chosen:
+                chosen.append(None)
                 assert exposed.publish(filled(1))
-                chosen.append(exposed._free_row())
-            return found
+                chosen[:] = [exposed._free_row()]
+            return add(value, peer, offset)
 
-        exposed._current = slow_look
-        _, row = exposed._pin(comm.rank, comm.size)
+        exposed._words.fetch_add = slow_add
+        row = exposed._claim(comm.rank)
+        exposed._words.fetch_add = add
         comm.Barrier()
     return row in chosen
 
 
-def test_a_row_that_was_chosen_before_it_was_pinned_is_not_copied(comm):
+def test_a_row_that_was_chosen_before_the_claim_is_not_copied(comm):
     assert not copies_what_is_being_filled(comm)
 
 
-def test_without_the_second_read_of_current_it_is_copied(comm, monkeypatch):
-    def hasty(self: PublishedReplica, peer: int, reader: int) -> tuple[int, int]:
-        serial, row = self._current(peer)
-        self._set_pin(peer, reader, row + 1)
-        return serial, row
+def test_a_reader_that_looks_before_it_claims_copies_it(comm, monkeypatch):
+    def hasty(self: PublishedReplica, peer: int) -> int:
+        _, row = self._unpack(self._get_word(peer, published_replica.CURRENT))
+        self._words.fetch_add(self._n_rows, peer, published_replica.CURRENT)
+        return row
 
-    monkeypatch.setattr(PublishedReplica, "_pin", hasty)
+    monkeypatch.setattr(PublishedReplica, "_claim", hasty)
     assert copies_what_is_being_filled(comm)
-
-
-def test_an_owner_that_keeps_ahead_is_stopped_for_one_read(comm):
-    with PublishedReplica(comm, 5, torch.float64) as exposed:
-        look, published = exposed._current, []
-
-        def slow_look(peer: int) -> tuple[int, int]:
-            published.append(exposed.publish(filled(exposed.serial + 1)))
-            return look(peer)
-
-        exposed._current = slow_look
-        into = filled(-1)
-        serial = exposed.read(comm.rank, into, comm.size)
-        assert (into == serial).all() and serial == exposed.serial
-        assert published == [True] * (published_replica.TRIES + 1) + [False], (
-            "refused while the pin says ANY, and only then"
-        )
-        assert exposed.publish(filled(99))
-        comm.Barrier()
 
 
 def test_without_a_free_row_the_last_publication_stands(comm):
@@ -207,12 +189,13 @@ def test_without_a_free_row_the_last_publication_stands(comm):
         slow = exposed._n_rows - 1  # readers, each of which holds another publication
         for reader in range(slow):
             assert exposed.publish(filled(reader + 1))
-            assert exposed._pin(comm.rank, reader)[0] == reader + 1
+            assert exposed._claim(comm.rank) == exposed._current
+        held = exposed._current
         assert exposed.publish(filled(slow + 1))
         assert not exposed.publish(filled(99)) and exposed.serial == slow + 1
         into = filled(-1)
         assert exposed.read(comm.rank, into) == slow + 1 and (into == slow + 1).all()
-        exposed._set_pin(comm.rank, 1, 0)
+        exposed._finish(comm.rank, held)
         assert exposed.publish(filled(6)) and exposed.serial == slow + 2
         comm.Barrier()
 
@@ -222,7 +205,7 @@ def refused(comm, n_readers: int) -> int:
     with PublishedReplica(comm, 5, torch.float64, peers_read=False) as exposed:
         for reader in range(n_readers):
             assert exposed.publish(filled(reader + 1))
-            exposed._pin(comm.rank, reader)
+            exposed._claim(comm.rank)
         results = [exposed.publish(filled(exposed.serial + 1)) for _ in range(10)]
         comm.Barrier()
     return results.count(False)

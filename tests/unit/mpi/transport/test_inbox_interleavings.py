@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from hpcsync.mpi.transport import push_inbox
-from hpcsync.mpi.transport.push_inbox import WEIGHTS, PushInbox, Received
+from hpcsync.mpi.transport.push_inbox import FURTHER, TICKETS, WEIGHTS, PushInbox, Received
 from hpcsync.mpi.transport.ulfm import RankFailed
 from tests.stateful import STATEFUL, assert_caught
 from tests.unit.mpi.transport.interleaving import Call, FakeTransport, FakeWindow, Memory
@@ -146,25 +147,43 @@ def test_every_push_is_collected_once_in_every_order_of_operations():
     run_state_machine_as_test(Senders, settings=STATEFUL)
 
 
-class IgnoresWriters(PushInbox):
-    def _writers(self, inbox: int) -> bool:
-        return False
+class DoesNotWait(PushInbox):
+    def _is_complete(self, drained: Any) -> bool:
+        return True
 
 
-class LooksOnce(PushInbox):
-    """The sender does not look again whether the inbox is still active after it has set its bit."""
+class LooksBeforeItTakesATicket(PushInbox):
+    """The sender takes the inbox that was active before its ticket is counted."""
 
-    def _enter(self, peer: int) -> int:
-        inbox = self._active(peer)
-        self._announce(peer, inbox)
-        return inbox
+    def _ticket(self, peer: int) -> tuple[int, int]:
+        ticket, inbox = divmod(int(self._words.fetch_add(0, peer, TICKETS)), 2)
+        self._words.fetch_add(2, peer, TICKETS)
+        return inbox, ticket
 
 
-class LeavesTooEarly(PushInbox):
+class CountsEarlierTickets(PushInbox):
+    """The receiver counts the tickets that it has seen, and not those until the switch."""
+
+    def _switch(self, inbox: int, seen: int) -> Any:
+        return super()._switch(inbox, seen)._replace(end=seen)
+
+
+class BeginsAtTheFirstSlot(PushInbox):
+    """The receiver takes the tickets that were left in the word for ones of the other inbox."""
+
+    def _switch(self, inbox: int, seen: int) -> Any:
+        drained = super()._switch(inbox, seen)
+        self._first = 0
+        return drained
+
+
+class CountsSumsTooEarly(PushInbox):
     def _fill(self, peer: int, inbox: int, ticket: int, vector: torch.Tensor, weight: float) -> None:
-        self._leave(peer, inbox)
+        if ticket >= self._slots:
+            self._words.fetch_add(1, peer, self._at(inbox, FURTHER))
         super()._fill(peer, inbox, ticket, vector, weight)
-        self._announce(peer, inbox)
+        if ticket >= self._slots:
+            self._words.fetch_add(-1, peer, self._at(inbox, FURTHER))
 
 
 class WeighsTooEarly(PushInbox):
@@ -179,21 +198,34 @@ class WeighsTooEarly(PushInbox):
 
 class KeepsWeights(PushInbox):
     def _taken(self, inbox: int, word: int) -> float:
-        return self._word(inbox, word)
+        return self._word(self._at(inbox, word))
 
 
 class KeepsSums(PushInbox):
-    def _vectors(self, inbox: int, tickets: int) -> Iterator[tuple[torch.Tensor, int, float]]:
-        found = [(vector.clone(), n, weight) for vector, n, weight in super()._vectors(inbox, tickets)]
-        if tickets > self._slots:
-            self._sums.local[inbox * self._size :][: self._size] = found[-1][0].numpy()
+    def _vectors(self, drained: Any) -> Iterator[tuple[torch.Tensor, int, float]]:
+        found = [(vector.clone(), n, weight) for vector, n, weight in super()._vectors(drained)]
+        if self._n_further(drained):
+            self._sums.local[drained.inbox * self._size :][: self._size] = found[-1][0].numpy()
             self._sums.sync()
         yield from found
 
 
-class CountsTheDeadAsWriting(PushInbox):
+class WaitsForTheDead(PushInbox):
     def forget(self, rank: int) -> None:
         pass
+
+
+class TakesTheLivingForDead(PushInbox):
+    """After a death, nobody is asked whether he still sends."""
+
+    def _sends_here(self, rank: int) -> bool:
+        return False
+
+
+class SaysTooLateThatItSends(PushInbox):
+    def _say_sending(self, peer: int) -> None:
+        if not peer:
+            super()._say_sending(peer)
 
 
 class ForgetsWhatWasKept(PushInbox):
@@ -204,13 +236,17 @@ class ForgetsWhatWasKept(PushInbox):
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        (IgnoresWriters, "lost|sum|died|twice|not kept"),
-        (LooksOnce, "lost|sum|twice|not kept"),
-        (LeavesTooEarly, "lost|sum|twice|died|not kept"),
+        (DoesNotWait, "lost|sum|died|twice|not kept"),
+        (LooksBeforeItTakesATicket, "lost|sum|twice|not kept"),
+        (CountsEarlierTickets, "lost|sum|twice|not kept"),
+        (BeginsAtTheFirstSlot, "lost|not kept"),
+        (CountsSumsTooEarly, "lost|sum|twice|died|not kept"),
         (WeighsTooEarly, "sum|lost|not kept"),
         (KeepsWeights, "twice|sum|lost|not kept"),
         (KeepsSums, "twice|sum|lost|not kept"),
-        (CountsTheDeadAsWriting, "lost|not kept"),
+        (WaitsForTheDead, "lost|not kept"),
+        (TakesTheLivingForDead, "lost|sum|twice|not kept"),
+        (SaysTooLateThatItSends, "lost|sum|twice|not kept"),
         (ForgetsWhatWasKept, "lost|not kept"),
     ],
 )

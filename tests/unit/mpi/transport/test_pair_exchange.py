@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import Phase, given, settings
@@ -105,12 +106,16 @@ class Training:
         self.averages: list[tuple[int, Averaged]] = []
         self.vectors = [torch.zeros(SIZE, dtype=torch.float64) for _ in range(n_ranks)]
         passive = list(filter(is_passive, range(n_ranks)))
-        self._ranks.run({rank: lambda rank=rank: self._ranks.pairs[rank].store(self.vectors[rank]) for rank in passive})
+        self._ranks.run({rank: lambda rank=rank: self._share(rank) for rank in passive})
         programs = {rank: self._passive if is_passive(rank) else self._active for rank in range(n_ranks)}
         self._ranks.run(
             {rank: lambda rank=rank, program=program: program(rank) for rank, program in programs.items()}, death
         )
         self._ranks.run({rank: lambda rank=rank: self._take(rank, 0) for rank in passive})
+
+    def _share(self, rank: int) -> None:
+        with self._ranks.pairs[rank].held():
+            self._ranks.pairs[rank].store(self.vectors[rank])
 
     def _passive(self, rank: int) -> None:
         for _ in range(self._n_passive_steps):
@@ -178,20 +183,48 @@ def stands_still(death: Death) -> bool:
     return False
 
 
-ACQUIRE = PairExchange._acquire
+ACQUIRE, RELEASE = PairExchange._acquire, PairExchange._release
 
 
-def without_lock(self, rank):
+def acquire_without_lock(self: PairExchange, rank: int) -> bool:
+    lock = np.zeros(1, np.int64)
+    self._locks.get(lock, rank, 0)
+    self._locks.flush(rank)
+    self._changes = int(lock[0]) // self._holders
     return True
 
 
-def owner_without_lock(self, rank):
-    return rank == self._rank or ACQUIRE(self, rank)
+def release_without_lock(self: PairExchange, rank: int, changed: bool) -> None:
+    self._locks.put(np.array([(self._changes + changed) * self._holders]), rank, 0)
+    self._locks.flush(rank)
 
 
-@pytest.mark.parametrize("acquire", [without_lock, owner_without_lock])
-def test_a_variant_that_is_not_atomic_is_caught(acquire, monkeypatch):
-    monkeypatch.setattr(PairExchange, "_acquire", acquire)
+def only_the_owner(without_lock: Callable[..., Any], locked: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, rank, *args: (without_lock if rank == self._rank else locked)(self, rank, *args)
+
+
+def write_after_the_count(self: PairExchange, peer: int, vector: torch.Tensor, scalar: float) -> None:
+    self._release(peer, True)
+    WRITE(self, peer, vector, scalar)
+
+
+WRITE = PairExchange._write
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"_acquire": acquire_without_lock, "_release": release_without_lock},
+        {
+            "_acquire": only_the_owner(acquire_without_lock, ACQUIRE),
+            "_release": only_the_owner(release_without_lock, RELEASE),
+        },
+        {"_write": write_after_the_count},
+    ],
+)
+def test_a_variant_that_is_not_atomic_is_caught(broken, monkeypatch):
+    for name, method in broken.items():
+        monkeypatch.setattr(PairExchange, name, method)
 
     @settings(max_examples=300, deadline=None, database=None, phases=[Phase.generate])
     @given(*DRAWN)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from hpcsync.mpi.transport import published_replica
-from hpcsync.mpi.transport.published_replica import ANY, CURRENT, PublishedReplica
+from hpcsync.mpi.transport.published_replica import CURRENT, PublishedReplica
 from tests.stateful import STATEFUL, assert_caught
 from tests.unit.mpi.transport.interleaving import Call, FakeTransport, FakeWindow, Memory, operate
 
@@ -117,7 +117,6 @@ class Readers(RuleBasedStateMachine):
 def _fake_windows(monkeypatch):
     monkeypatch.setattr(published_replica, "Window", FakeWindow)
     monkeypatch.setattr(published_replica, "ROWS", 2)  # a machine sets its own
-    monkeypatch.setattr(published_replica, "TRIES", 1)  # so few that readers pin any row
 
 
 def test_no_order_of_operations_tears_a_read():
@@ -129,43 +128,43 @@ class FillsTheCurrentRow(SteppedReplica):
         return 0
 
 
-class IgnoresPins(SteppedReplica):
-    def _pins(self) -> list[int]:
-        return []
+class IgnoresClaims(SteppedReplica):
+    def _n_readers(self, row: int) -> int:
+        return 0
 
 
-class LooksOnce(SteppedReplica):
-    """The reader does not look again whether the row is still current after it has pinned it."""
+class LooksBeforeItClaims(SteppedReplica):
+    """The reader takes the row that was current before its claim is counted."""
 
-    def _pin(self, peer: int, reader: int) -> tuple[int, int]:
-        serial, row = self._current(peer)
-        self._set_pin(peer, reader, row + 1)
-        return serial, row
-
-
-class IgnoresAny(SteppedReplica):
-    """The owner does not respect a reader that may be about to copy any row."""
-
-    def _pins(self) -> list[int]:
-        return [0 if pin == ANY else pin for pin in super()._pins()]
+    def _claim(self, peer: int) -> int:
+        row = self._unpack(self._get_word(peer, CURRENT))[1]
+        super()._claim(peer)
+        return row
 
 
-class ClearsItsPinTooEarly(SteppedReplica):
-    def _copy(self, peer: int, *row_and_destinations: Any) -> None:
-        self._set_pin(peer, self._rank, 0)
-        super()._copy(peer, *row_and_destinations)
+class FinishesTooEarly(SteppedReplica):
+    def _copy(self, peer: int, row: int, *destinations: Any) -> int:
+        self._finish(peer, row)
+        serial = super()._copy(peer, row, *destinations)
+        self._words.fetch_add(-1, peer, self._done + row)
+        return serial
+
+
+class CountsEarlierClaims(SteppedReplica):
+    """The owner counts the claims until now, and not until the row is replaced."""
+
+    def _make_current(self, row: int) -> None:
+        before = self._words.fetch_add(0, self._rank, CURRENT)
+        self._words.fetch_add(row - self._current, self._rank, CURRENT)
+        claims, _ = self._unpack(before)
+        self._claimed[self._current] += claims - self._claims
+        self._current, self._claims = row, claims
 
 
 class AnnouncesTooEarly(SteppedReplica):
-    def publish(self, vector: torch.Tensor, serial: int | None = None, weight: float = 1.0) -> bool:
-        row = self._free_row()
-        if row is not None:
-            self._words.local[CURRENT] = (self.serial + 1) * self._n_rows + row
-            self._words.sync()
-            self._row(row)[:-1] = vector
-            self._row(row)[-1] = weight
-            self._rows.release(0, 0)
-        return row is not None
+    def _fill(self, row: int, *content: Any) -> None:
+        self._make_current(row)
+        super()._fill(row, *content)
 
 
 class DoesNotReleaseRows(SteppedReplica):
@@ -174,10 +173,9 @@ class DoesNotReleaseRows(SteppedReplica):
         self._rows.release = lambda begin, end: None
 
 
-class PinsForEver(SteppedReplica):
-    def _set_pin(self, peer: int, reader: int, pin: int) -> None:
-        if pin != 0:
-            super()._set_pin(peer, reader, ANY)
+class NeverFinishes(SteppedReplica):
+    def _finish(self, peer: int, row: int) -> None:
+        pass
 
 
 class RemembersTheDead(SteppedReplica):
@@ -185,18 +183,43 @@ class RemembersTheDead(SteppedReplica):
         pass
 
 
+class TakesTheLivingForDead(SteppedReplica):
+    """After a death, nobody is asked whether he still reads."""
+
+    def _reads_from_here(self, reader: int) -> bool:
+        return False
+
+
+class SaysTooLateThatItReads(SteppedReplica):
+    def _say_reading(self, reader: int, peer: int) -> None:
+        if not peer:
+            super()._say_reading(reader, peer)
+
+
+class CountsBeforeItLooks(SteppedReplica):
+    """What an idle reader has finished in the meantime is not counted before its claim is discounted."""
+
+    def _discount_the_dead(self) -> None:
+        sync, self._words.sync = self._words.sync, lambda: None
+        super()._discount_the_dead()
+        self._words.sync = sync
+
+
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
         (FillsTheCurrentRow, "torn"),
-        (IgnoresPins, "torn"),
-        (LooksOnce, "torn"),
-        (ClearsItsPinTooEarly, "torn"),
-        (AnnouncesTooEarly, "torn"),
+        (IgnoresClaims, "torn"),
+        (LooksBeforeItClaims, "torn|refused"),
+        (FinishesTooEarly, "torn"),
+        (CountsEarlierClaims, "torn|refused"),
+        (AnnouncesTooEarly, "torn|after"),
         (DoesNotReleaseRows, "torn"),
-        (PinsForEver, "refused"),
+        (NeverFinishes, "refused"),
         (RemembersTheDead, "refused"),
-        (IgnoresAny, "torn"),
+        (TakesTheLivingForDead, "torn"),
+        (SaysTooLateThatItReads, "torn"),
+        (CountsBeforeItLooks, "torn"),
     ],
 )
 def test_a_broken_replica_is_caught(broken, message):
