@@ -131,15 +131,15 @@ class Window:
             self._open.Flush(rank)
             return before[0]
         # Between hosts a fetch-and-op of Open MPI takes three round trips, a compare-and-swap one.
-        guess = self._seen.get((rank, offset), self._dtype.type(0))
+        before = self._seen.get((rank, offset), self._dtype.type(0))
         while True:
-            new = self._dtype.type(guess + value)
-            operands = np.array([new, guess]).view(np.int64)
-            found = self._dtype.type(0) + self._swap(operands, rank, offset).view(self._dtype)[0]
-            if found == guess:
-                self._seen[rank, offset] = new
-                return found
-            guess = found
+            after = self._dtype.type(before + value)
+            operands = np.array([after, before]).view(np.int64)
+            found = self._swap(operands, rank, offset)
+            if found[0] == operands[1]:
+                self._seen[rank, offset] = after
+                return before
+            before = found.view(self._dtype)[0]
 
     def compare_and_swap(self, expected: int, value: int, rank: int, offset: int) -> int:
         """Replace element `offset` of `rank`, an integer, by `value` if it is `expected`; return the previous value."""
@@ -154,11 +154,15 @@ class Window:
     def flush(self, rank: int) -> None:
         """Wait until this thread's operations on `rank` are complete on both sides."""
         mine = self._transfers.get(threading.get_ident(), {})
-        while rank in mine:
-            for other in [other for other, transfer in mine.items() if transfer.advance()]:
-                del mine[other]
-            if rank in mine:
-                communicator.wait_any([transfer.requests[0] for transfer in mine.values()])
+        try:
+            while rank in mine:
+                for other in [other for other, transfer in mine.items() if transfer.advance()]:
+                    del mine[other]
+                if rank in mine:
+                    communicator.wait_any([transfer.requests[0] for transfer in mine.values()])
+        except MPI.Exception:  # a rank has died
+            mine.clear()
+            raise
         self._open.Flush(rank)
 
     def sync(self) -> None:
