@@ -31,41 +31,34 @@ ALLOCATION = {"policy": "equal-finish", "predictor": "smoothing"}
 OWN_STEPS = ("gossip", "ashl", "adsp", "easgd")  # paradigms whose workers step themselves, at the whole rate
 
 Method = tuple[Mapping[str, Any], Mapping[str, Any] | None]  # tables of the paradigm and of batch sizes
-METHODS: dict[str, Method] = {  # of both problems; without a network, all-reduce is BSP
-    "BSP": ({"name": "bsp"}, None),
-    "ASP": ({"name": "asp"}, None),
-    "SSP": ({"name": "ssp", "staleness": 3}, None),
-    "DSSP": ({"name": "dssp", **BOUNDS, "mode": "paper"}, None),
-    "k-sync": ({"name": "k-sync", "k": "state"}, None),
-    "k-sync 6": ({"name": "k-sync", "k": 6}, None),
-    "BSP + batches": ({"name": "bsp"}, ALLOCATION),
-    "gossip": ({"name": "gossip", "mode": "pull"}, None),
-}
 PAIRS = (
     ("DSSP", "SSP"),
     ("DSSP", "ASP"),
+    ("DSSP bounded", "SSP"),
     ("BSP + batches", "ASP"),
     ("gossip", "ASP"),
+    ("gossip", "EASGD"),
     ("k-sync", "k-sync 6"),
+    ("ASHL", "ADSP"),
 )
 
 
-def more(loss: float) -> dict[str, Method]:
-    """Return further methods; those that change something at a loss do so at this one."""
+def methods(loss: float) -> dict[str, Method]:
+    """Return all methods, of which some change something at a loss. Without a network, all-reduce is BSP."""
     return {
+        "BSP": ({"name": "bsp"}, None),
+        "ASP": ({"name": "asp"}, None),
+        "SSP": ({"name": "ssp", "staleness": 3}, None),
+        "DSSP": ({"name": "dssp", **BOUNDS, "mode": "paper"}, None),
+        "k-sync": ({"name": "k-sync", "k": "state"}, None),
+        "k-sync 6": ({"name": "k-sync", "k": 6}, None),
+        "BSP + batches": ({"name": "bsp"}, ALLOCATION),
+        "gossip": ({"name": "gossip", "mode": "pull"}, None),
         "DSSP bounded": ({"name": "dssp", **BOUNDS}, None),
         "EASGD": ({"name": "easgd", "beta": 0.8, "period": 10}, None),
         "ADSP": ({"name": "adsp", "check_period_s": CHECK_S, "loss": "evaluation", "loss_target": loss}, None),
-        "ASHL": ashl(loss),
+        "ASHL": ({"name": "ashl", "steps_coarse": 8, "warmup": 2, "profiled": 8, "loss_preset": loss}, None),
     }
-
-
-def ashl(loss: float) -> Method:
-    """Return ASHL with a fine stage from a loss on."""
-    return {"name": "ashl", "steps_coarse": 8, "warmup": 2, "profiled": 8, "loss_preset": loss}, None
-
-
-MORE_PAIRS = (("DSSP bounded", "SSP"), ("gossip", "EASGD"), ("ASHL", "ADSP"))
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from hpcsync.trace.reader import load
 from hpcsync.workloads.registry import EVALUATED_AT_ONCE
 from reproductions import headline
 from reproductions.final_model import remembered, sampling_error
-from reproductions.headline import METHODS, PAIRS, Problem, ashl
+from reproductions.headline import PAIRS, Problem
 from reproductions.residual_network import TESTED, all_test_images
 from reproductions.tuning import stem
 
@@ -52,7 +52,7 @@ def test_accuracy(folder: Path) -> float:
 # guesses.
 PROBLEM = Problem(
     name="images",
-    methods=METHODS | {"ASHL": ashl(loss=0.5)},
+    methods=headline.methods(loss=0.5),
     workload={
         "name": "reproductions.residual_network:pictures",
         "batch_size": 16,
@@ -72,7 +72,7 @@ PROBLEM = Problem(
 
 
 COLOURS = {method: plotting.PARADIGM_COLOURS[table["name"]] for method, (table, _) in PROBLEM.methods.items()}
-OTHER_DASHES = ("BSP + batches", "k-sync 6")  # of the colour of another method
+OTHER_DASHES = ("BSP + batches", "k-sync 6", "DSSP bounded")  # of the colour of another method
 
 
 def draw(results: pd.DataFrame, runs: Path, folder: Path) -> None:
