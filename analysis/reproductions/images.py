@@ -72,12 +72,11 @@ PROBLEM = Problem(
 
 
 COLOURS = {method: plotting.PARADIGM_COLOURS[table["name"]] for method, (table, _) in PROBLEM.methods.items()}
-OTHER_DASHES = ("BSP + batches", "k-sync 6", "DSSP bounded")  # of the colour of another method
 
 
 def draw(results: pd.DataFrame, runs: Path, folder: Path) -> None:
     """Draw the loss against time, means over the seeds, and the accuracy on the test images, a mark for each seed."""
-    figure, axes = plotting.panels(1, 2, height=3.4, width_ratios=(3, 2))
+    figure, axes = plotting.panels(1, 2, height=4.4, width_ratios=(3, 2))
     methods = [method for method in PROBLEM.methods if method in set(results["paradigm"])]
     curves = []
     for method in methods:
@@ -85,8 +84,8 @@ def draw(results: pd.DataFrame, runs: Path, folder: Path) -> None:
         of_method = runs / PROBLEM.name / headline.ARM / stem(method)
         each = [load(of_method / str(seed) / layout.TRACE).frame("evaluations") for seed in seeds]
         mean = pd.concat(each)[["now_s", "loss"]].groupby(level=0).mean()  # the n-th evaluations of all seeds
-        look = {"color": COLOURS[method], "ls": plotting.DASHES[method in OTHER_DASHES], "lw": 1.1}
-        axes[0, 0].plot(mean["now_s"], mean["loss"], label=method, **look)
+        look = plotting.look(len(curves), COLOURS[method])
+        axes[0, 0].plot(mean["now_s"], mean["loss"], label=method, lw=1.1, **look)
         curves.append(mean.assign(method=method))
     axes[0, 0].set(xlabel="virtual time (s)", ylabel="loss on validation images", xscale="log", yscale="log")
     ticks = (0.3, 0.4, 0.6, 1.0, 2.0)
@@ -104,7 +103,7 @@ def draw(results: pd.DataFrame, runs: Path, folder: Path) -> None:
     for axis in axes[0]:
         axis.set_axisbelow(True)
         axis.grid(lw=0.3)
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=5)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=6)
     plotting.save(figure, pd.concat(curves).round(4), folder, "images")
 
 
