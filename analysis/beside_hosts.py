@@ -34,7 +34,9 @@ HOSTS = 4
 RATES = {"1gbit": 1.0, "200mbit": 0.2}  # of every link in Gbit/s, by its name in tc's words
 PARAMETERS = {"1gbit": 4_000_000, "200mbit": 1_000_000}  # of 4 bytes: transfers of at least a tenth of a second
 CONGESTION = "reno"  # shares a link evenly; BBR, the default of some machines, does not
-TRANSFERS = 40  # a run takes about so many times as long as the transfers of an iteration
+# A run takes about so many times as long as the transfers of an iteration. Workers that do not wait for each other
+# begin together, and it takes time until their transfers meet at random.
+TRANSFERS, DRIFTING = 40, 100
 LEFT_OUT = 0.2  # share of the samples at the beginning, while memory and connections are new
 WINDOW = 4  # iterations: a multiple of the periods of all methods
 RATIO, POINTS = 0.05, 3.0  # aims
@@ -56,6 +58,8 @@ class Method(NamedTuple):
         Share of the computation during which gradients become ready.
     colocated
         Whether servers share the hosts of workers.
+    drifts
+        Whether workers do not wait for each other.
     """
 
     paradigm: dict[str, Any]
@@ -63,27 +67,28 @@ class Method(NamedTuple):
     crossings: float
     backward_share: float = 0.0
     colocated: bool = False
+    drifts: bool = False
 
 
 SERVED = 2 * (HOSTS - 1)  # pushes and reads of three workers over the server's link
 RING = 2 * (HOSTS - 1) / HOSTS
 METHODS = {
     "bsp": Method({"name": "bsp"}, 1, SERVED),
-    "asp": Method({"name": "asp"}, 1, SERVED),
-    "ssp": Method({"name": "ssp", "staleness": 2}, 1, SERVED),
-    "dssp": Method({"name": "dssp", "staleness_min": 1, "staleness_max": 4}, 1, SERVED),
+    "asp": Method({"name": "asp"}, 1, SERVED, drifts=True),
+    "ssp": Method({"name": "ssp", "staleness": 2}, 1, SERVED, drifts=True),
+    "dssp": Method({"name": "dssp", "staleness_min": 1, "staleness_max": 4}, 1, SERVED, drifts=True),
     "k-sync": Method({"name": "k-sync", "k": 2}, 1, SERVED),
-    "k-async": Method({"name": "k-async", "k": 2}, 1, SERVED),
-    "easgd": Method({"name": "easgd", "period": 2}, 1, SERVED / 2),
+    "k-async": Method({"name": "k-async", "k": 2}, 1, SERVED, drifts=True),
+    "easgd": Method({"name": "easgd", "period": 2}, 1, SERVED / 2, drifts=True),
     "bsp, 2 servers": Method({"name": "bsp"}, 2, 2),
     "bsp, colocated": Method({"name": "bsp"}, HOSTS, RING, colocated=True),
     "allreduce": Method({"name": "allreduce"}, 0, RING),
     "allreduce, overlapped": Method({"name": "allreduce", "bucket_mb": 1.0}, 0, RING, backward_share=0.6),
     "local-sgd": Method({"name": "local-sgd", "steps": 2}, 0, RING / 2),
-    "gossip pull": Method({"name": "gossip", "mode": "pull", "include_self": False}, 0, 1),
-    "gossip push": Method({"name": "gossip", "mode": "push", "include_self": False}, 0, 1),
+    "gossip pull": Method({"name": "gossip", "mode": "pull", "include_self": False}, 0, 1, drifts=True),
+    "gossip push": Method({"name": "gossip", "mode": "push", "include_self": False}, 0, 1, drifts=True),
     "gossip swap": Method({"name": "gossip", "mode": "permutation"}, 0, 1),
-    "ad-psgd": Method({"name": "ad-psgd"}, 0, 1),
+    "ad-psgd": Method({"name": "ad-psgd"}, 0, 1, drifts=True),
 }
 
 
@@ -104,7 +109,7 @@ def job(name: str, rate: str, seed: int, measured: Mapping[str, Any] | None = No
             "seed": seed,
             "workload": {"name": "timing", "parameters": PARAMETERS[rate], "batch_size": 1},
             "optimizer": {"name": "sgd", "lr": 0.1},
-            "stop": {"seconds": round(TRANSFERS * max(transfers_s, 0.25), 1)},
+            "stop": {"seconds": round((DRIFTING if method.drifts else TRANSFERS) * max(transfers_s, 0.25), 1)},
             "paradigm": method.paradigm,
             "cluster": cluster | dict(measured or {}),
         }
