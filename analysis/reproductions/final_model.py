@@ -17,20 +17,20 @@ from hpcsync.system.atomic_files import whole
 from hpcsync.workloads.registry import build
 from reproductions.tuning import stem
 
+CORRECT = "test-correct.npy"  # in a run's folder: what the final model has right of the test data
 
-def remembered(folder: Path, name: str, find: Callable[[nn.Module], np.ndarray]) -> np.ndarray:
+
+def remembered(folder: Path, find: Callable[[nn.Module], np.ndarray]) -> np.ndarray:
     """Return what `find` returns of the final model of a finished run, or what it has returned before.
 
     Parameters
     ----------
     folder
         Folder of a run that has kept its weights.
-    name
-        File in it that remembers what was found.
     find
         Called with the model in evaluation mode, without gradients.
     """
-    path, weights = folder / name, folder / layout.WEIGHTS
+    path, weights = folder / CORRECT, folder / layout.WEIGHTS
     if not path.exists() or path.stat().st_mtime_ns < weights.stat().st_mtime_ns:  # that of an earlier run there
         torch.set_num_threads(1)
         model = build(Job.from_toml((folder / layout.JOB).read_text(encoding="utf-8"))).model

@@ -25,12 +25,11 @@ from reproductions.residual_network import TESTED, all_test_images
 from reproductions.tuning import stem
 
 SAMPLES = 32_768  # a guess: 2 passes over the training images, 256 updates of BSP
-CORRECT = "test-correct.npy"  # in a run's folder: a bit for each test image
 
 
 def correct(folder: Path) -> np.ndarray:
     """Return for each test image whether the final model of a run classifies it correctly, and remember it."""
-    return np.unpackbits(remembered(folder, CORRECT, _correct), count=TESTED).astype(bool)
+    return np.unpackbits(remembered(folder, _correct), count=TESTED).astype(bool)
 
 
 def _correct(model: nn.Module) -> np.ndarray:

@@ -25,7 +25,6 @@ from reproductions.headline import PAIRS, Problem
 
 SAMPLES = 24_000  # sequences of 32 characters; a seventh of the text
 CONTEXT = 32
-CORRECT = "test-correct.npy"  # in a run's folder: correct predictions in each test file
 
 # Packages of the standard library that the workload does not train with, so that there are files enough to test.
 PACKAGES = ("ctypes", "html", "importlib", "logging", "multiprocessing", "unittest", "urllib", "xml", "xmlrpc")
@@ -52,7 +51,7 @@ def sizes() -> np.ndarray:
 
 def correct(folder: Path) -> np.ndarray:
     """Return how many characters of each test file the final model of a run predicts, and remember it."""
-    return remembered(folder, CORRECT, _correct)
+    return remembered(folder, _correct)
 
 
 def _correct(model: nn.Module) -> np.ndarray:

@@ -146,7 +146,7 @@ def test_an_interrupted_test_is_made_again(tmp_path, few, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(np, "save", cut)
         images.correct(tmp_path / "run")
-    assert not (tmp_path / "run" / images.CORRECT).exists()
+    assert not (tmp_path / "run" / final_model.CORRECT).exists()
     assert len(images.correct(tmp_path / "run")) == images.TESTED
 
 
@@ -156,7 +156,7 @@ def test_runs_with_rates_not_chosen_are_not_tested(tmp_path, few):
         {"images/tuning-1/ASP/1": headline.job(problem, "ASP", 1.0, 1, SHORT)}, tmp_path, 1, Console(quiet=True)
     )
     found = headline.measure(problem, tmp_path / "images/tuning-1/ASP/1")
-    assert not (tmp_path / "images/tuning-1/ASP/1" / images.CORRECT).exists()
+    assert not (tmp_path / "images/tuning-1/ASP/1" / final_model.CORRECT).exists()
     assert 0.0 <= found["accuracy"] <= 1.0 and found["loss"] > 0.0
 
 
@@ -182,7 +182,7 @@ def test_the_error_of_the_choice_of_test_images_is_that_of_a_paired_difference(t
         folder = tmp_path / method.replace(" ", "_") / str(seed)
         folder.mkdir(parents=True)
         (folder / layout.WEIGHTS).touch()
-        np.save(folder / images.CORRECT, np.packbits(bits))
+        np.save(folder / final_model.CORRECT, np.packbits(bits))
     results = pd.DataFrame([{"paradigm": method, "seed": seed} for method, seed in right])
     points = final_model.sampling_error(results, tmp_path, images.correct, np.ones(8)).set_index("paradigm")["points"]
     assert points["BSP"] == 0.0
@@ -228,7 +228,7 @@ def test_declared_settings_agree_with_each_other():
     assert residual_network.TESTED % residual_network.PART == 0
     for method in problem.methods:
         scale = headline.job(problem, method, 1.0, 7).optimizer.async_lr_scale
-        assert (scale == "1/workers") == (method not in ("gossip", "ASHL")), method
+        assert (scale == "1/workers") == (method not in ("gossip", "EASGD", "ADSP", "ASHL")), method
 
 
 def test_a_job_has_the_settings_of_its_problem():

@@ -17,7 +17,7 @@ from hpcsync.workloads.registry import build
 from hpcsync.workloads.text import is_held_out, source_files
 from reproductions import first_k, headline, images, text
 from reproductions.claims import judged
-from reproductions.final_model import sampling_error
+from reproductions.final_model import CORRECT, sampling_error
 from reproductions.simulating import simulate_all
 
 
@@ -94,8 +94,8 @@ def test_a_run_is_measured_and_its_final_model_is_tested_once(tmp_path, few):
         by_hand = [sum(int((model(x[None]).argmax(2) == y).sum()) for x, y in zip(*file, strict=True)) for file in few]
     assert text.correct(folder).tolist() == by_hand
     assert found["accuracy"] == sum(by_hand) / text.sizes().sum() == pytest.approx(0.28, abs=0.1)
-    written = (folder / text.CORRECT).stat().st_mtime_ns
-    assert headline.measure(problem, folder) == found and (folder / text.CORRECT).stat().st_mtime_ns == written
+    written = (folder / CORRECT).stat().st_mtime_ns
+    assert headline.measure(problem, folder) == found and (folder / CORRECT).stat().st_mtime_ns == written
 
     always = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
     always["logits.bias"][5] = 1.0  # another run in the same folder, which predicts one character
