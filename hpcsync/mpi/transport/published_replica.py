@@ -21,8 +21,8 @@ reader has been seen without a read from this rank, after the row was replaced, 
 
 References
 ----------
-The counts of claims and of what is done are the split reference counts of lock-free data structures; see M. M. Michael,
-"Hazard pointers: safe memory reclamation for lock-free objects", IEEE TPDS 15(6), 2004, for these and the alternative.
+The counts of claims and of what is done are a split reference count: A. Williams, "C++ Concurrency in Action", 2nd
+edition, 2019, chapter 7.
 """
 
 from __future__ import annotations

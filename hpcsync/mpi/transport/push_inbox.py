@@ -164,7 +164,7 @@ class PushInbox:
 
     def _switch(self, inbox: int, seen: int) -> _Drained:
         """Make the other inbox active; `seen` tickets of this one are known."""
-        before = self._words.fetch_add((1 - inbox) - inbox - 2 * seen, self._rank, TICKETS)
+        before = self._words.fetch_add(1 - 2 * (inbox + seen), self._rank, TICKETS)
         drained = _Drained(inbox, self._first, int(before) // 2)
         self._first = drained.end - seen
         self._suspects = {*range(self._n_ranks)} - {self._rank}

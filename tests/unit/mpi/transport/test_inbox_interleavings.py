@@ -216,7 +216,7 @@ class WaitsForTheDead(PushInbox):
 
 
 class TakesTheLivingForDead(PushInbox):
-    """After a death, nobody is asked whether he still sends."""
+    """After a death, no rank is asked whether it still sends."""
 
     def _sends_here(self, rank: int) -> bool:
         return False

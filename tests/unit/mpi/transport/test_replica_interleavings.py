@@ -184,7 +184,7 @@ class RemembersTheDead(SteppedReplica):
 
 
 class TakesTheLivingForDead(SteppedReplica):
-    """After a death, nobody is asked whether he still reads."""
+    """After a death, no rank is asked whether it still reads."""
 
     def _reads_from_here(self, reader: int) -> bool:
         return False
