@@ -246,7 +246,7 @@ class PublishedReplica:
 
     def _reads_from_here(self, reader: int) -> bool:
         evaluates, rank = divmod(reader, self._n_ranks)
-        return self._get_word(rank, self._reading + evaluates) == 1 + self._rank
+        return bool(self._words.get_word(rank, self._reading + evaluates) == 1 + self._rank)
 
     def _row(self, row: int) -> torch.Tensor:
         return self._rows.local[row * self._length : (row + 1) * self._length]
@@ -278,18 +278,12 @@ class PublishedReplica:
             self._rows.get(extra, peer, begin + size)
         if weight is not None:
             self._rows.get(weight, peer, begin + size + self._extra)
-        serial = self._get_word(peer, self._serials + row)
+        serial = int(self._words.get_word(peer, self._serials + row))
         self._rows.flush(peer)
         return serial
 
     def _finish(self, peer: int, row: int) -> None:
         self._words.fetch_add(1, peer, self._done + row)
-
-    def _get_word(self, peer: int, at: int) -> int:
-        word = np.zeros(1, np.int64)
-        self._words.get(word, peer, at)
-        self._words.flush(peer)
-        return int(word[0])
 
     # ---- both ----
 

@@ -218,10 +218,7 @@ class PushInbox:
         return not self._suspects
 
     def _sends_here(self, rank: int) -> bool:
-        word = np.zeros(1)
-        self._words.get(word, rank, SENDING)
-        self._words.flush(rank)
-        return int(word[0]) == 1 + self._rank
+        return bool(self._words.get_word(rank, SENDING) == 1 + self._rank)
 
     def _used_slots(self, drained: _Drained) -> range:
         return range(drained.first, min(drained.end, self._slots))

@@ -102,6 +102,13 @@ class Window:
         """Begin to copy from element `offset` of `rank` into `into`, 1-D; the data is there after `flush(rank)`."""
         self._transfer(self._open.Get, self._open.Rget, into, rank, offset)
 
+    def get_word(self, rank: int, offset: int) -> Any:
+        """Return element `offset` of `rank`, which nobody changes atomically."""
+        word = np.zeros(1, self.local.dtype)
+        self.get(word, rank, offset)
+        self.flush(rank)
+        return word[0]
+
     def _transfer(
         self, whole: Callable[..., None], piece: Callable[..., Any], buffer: Any, rank: int, offset: int
     ) -> None:

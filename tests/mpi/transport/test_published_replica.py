@@ -176,7 +176,7 @@ def test_a_row_that_was_chosen_before_the_claim_is_not_copied(comm):
 
 def test_a_reader_that_looks_before_it_claims_copies_it(comm, monkeypatch):
     def hasty(self: PublishedReplica, peer: int) -> int:
-        _, row = self._unpack(self._get_word(peer, published_replica.CURRENT))
+        _, row = self._unpack(self._words.get_word(peer, published_replica.CURRENT))
         self._words.fetch_add(self._n_rows, peer, published_replica.CURRENT)
         return row
 

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from hpcsync.mpi.transport.window import Window
+
 _STOP_S = 30.0
 _here = threading.local()
 
@@ -158,6 +160,8 @@ class FakeWindow:
             into[i] = self.at(rank)[offset + i]
 
         self.begin(rank, copy, len(into))
+
+    get_word = Window.get_word
 
     def accumulate(self, source: np.ndarray, rank: int, offset: int) -> None:
         def copy(i: int) -> None:

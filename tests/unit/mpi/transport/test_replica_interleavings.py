@@ -137,7 +137,7 @@ class LooksBeforeItClaims(SteppedReplica):
     """The reader takes the row that was current before its claim is counted."""
 
     def _claim(self, peer: int) -> int:
-        row = self._unpack(self._get_word(peer, CURRENT))[1]
+        row = self._unpack(self._words.get_word(peer, CURRENT))[1]
         super()._claim(peer)
         return row
 
