@@ -39,7 +39,7 @@ from hpcsync.trace.reader import TraceError, load
 from tests.runs.processes import MARK, Program, hpcsync
 
 GONE_S = 5.0
-LIMIT_S = 120.0  # for a step to come, for a trial to end by itself, and for a run that resumes
+LIMIT_S = 120.0  # for a step to come, for a trial to end by itself unless said otherwise, and for a run that resumes
 LATEST_S = 1.5  # after a step has begun
 MEMORY = Path("/dev/shm")
 TOPOLOGY = "hydra_hwloc_xmlfile_*"  # in /tmp, of MPICH's launcher
@@ -189,8 +189,8 @@ def gone(program: Program) -> bool:
     return program.process.poll() is not None and not program.left()
 
 
-def examined(trial: Trial, folder: Path, place: Place, *, resumes: bool) -> Found:
-    """Carry out a trial in this folder."""
+def examined(trial: Trial, folder: Path, place: Place, *, resumes: bool, limit_s: float) -> Found:
+    """Carry out a trial in this folder; one that does not end by itself is ended after the limit."""
     out, temporary = folder / "out", folder / "tmp"
     temporary.mkdir(parents=True)
     (folder / "job.toml").write_text(job(trial.paradigm))
@@ -201,7 +201,7 @@ def examined(trial: Trial, folder: Path, place: Place, *, resumes: bool) -> Foun
         wait(lambda: trial.step in program.out or program.process.poll() is not None, LIMIT_S)
         time.sleep(trial.delay_s)
         moment = hit(program, trial)
-        gone_s = wait(lambda: gone(program), LIMIT_S)
+        gone_s = wait(lambda: gone(program), limit_s)
         # The launcher's daemons on other hosts, which have no mark, end a moment later and remove their folders.
         wait(lambda: not place.segments() - memory, GONE_S - gone_s)
         if gone_s > GONE_S:
@@ -284,6 +284,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--hosts", type=int, default=0, help="ranks on so many network namespaces, at 1 Gbit/s")
     parser.add_argument("--no-resume", action="store_true", help="do not resume what can be resumed")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for a trial to end by itself")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no trial after this time")
     given = parser.parse_args()
     if OWN_MEMORY not in os.environ and os.geteuid() == 0:
@@ -311,7 +312,7 @@ def main() -> int:
             if time.monotonic() - begin_s > given.seconds:
                 break
             here = folder / str(number)
-            found = examined(trial, here, place, resumes=not given.no_resume)
+            found = examined(trial, here, place, resumes=not given.no_resume, limit_s=given.limit)
             longest_s, bad = max(longest_s, found.gone_s), bad + bool(found.wrong)
             counts.update(["trials", f"during {found.moment}", f"trace {found.trace}", *["resumed"] * found.resumed])
             counts.update(f"wrong: {wrong.split(':')[0].split(' after')[0]}" for wrong in found.wrong)

@@ -46,7 +46,7 @@ def test_without_a_guard_something_is_left(tmp_path: Path) -> None:
     killed = ("hpcsync", signal.SIGKILL, "training")
     seed = next(n for n in range(10**6) if (trial := Trial.drawn(Random(n))) and trial[1:4] == killed)
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    ended = trouble("--trials", 1, "--seed", seed, "--no-resume", PYTHONPATH=path)
+    ended = trouble("--trials", 1, "--seed", seed, "--no-resume", "--limit", 10, PYTHONPATH=path)
     assert ended.returncode == 1
     # The launcher may end by itself, its output closed, or live on.
     assert re.search(r"WRONG .*temporary: \['hpcsync-", ended.stdout), ended.stdout + ended.stderr
