@@ -47,6 +47,7 @@ CANDIDATES = (
     "k-sync k=2",
     "ad-psgd",
 )
+COMPRESSED = ("allreduce + fp16", "bsp + top-k")  # further candidates where links are narrow
 UNTRIED = 1.0  # phi of the control
 ADVICE_SEED, PROFILE_SEED, FIRST_SEED = 1, 51, 101
 PROFILE_UPDATES = 150
@@ -105,6 +106,7 @@ CLUSTERS: dict[str, list[float]] = {
     "1:1:2:4": [0.02, 0.02, 0.04, 0.08],
     "transient": [EVEN_S] * WORKERS,
     "narrow": [EVEN_S] * WORKERS,
+    "1:1:1:3": [0.025, 0.025, 0.025, 0.075],
 }
 LINKS = {"narrow": "100mbit"}  # of hosts with a rank each; needs root
 MOMENTA = (0.0, 0.9)
@@ -132,6 +134,11 @@ def other(setting: Setting) -> Setting:
 
 def settings() -> list[Setting]:
     return [Setting(*each) for each in itertools.product(WORKLOADS, CLUSTERS, MOMENTA)]
+
+
+def candidates(setting: Setting) -> tuple[str, ...]:
+    """Return labels of candidates."""
+    return CANDIDATES + COMPRESSED * (setting.cluster in LINKS)
 
 
 # ---- jobs ----
@@ -199,7 +206,7 @@ def advise(setting: Setting, measured: Path, out: Path, processes: int) -> dict[
         file = out / f"{setting}.toml"
         file.write_text(Job.from_table(asked(setting)).to_toml(), encoding="utf-8")
         begin_s, cpu_s = time.monotonic(), _children_s()
-        command_line(file, measured, folder, processes)
+        command_line(file, candidates(setting), measured, folder, processes)
         took = {"advice_s": time.monotonic() - begin_s, "advice_cpu_s": _children_s() - cpu_s}
         cost.write_text(json.dumps(took | {"load": os.getloadavg()[0]}), encoding="utf-8")
     found: dict[str, Any] = json.loads((folder / "advice.json").read_text(encoding="utf-8"))
@@ -215,9 +222,9 @@ def advise(setting: Setting, measured: Path, out: Path, processes: int) -> dict[
     return found | json.loads(cost.read_text(encoding="utf-8"))
 
 
-def command_line(file: Path, measured: Path, folder: Path, processes: int) -> None:
+def command_line(file: Path, labels: Sequence[str], measured: Path, folder: Path, processes: int) -> None:
     """Call `hpcsync advise`; 1 is its status if no candidate reaches the target."""
-    options = [word for label in CANDIDATES for word in ("--paradigm", option(label))]
+    options = [word for label in labels for word in ("--paradigm", option(label))]
     line = ["advise", file, "--from", measured, "--out", folder, "--jobs", str(processes), *options]
     path = os.pathsep.join(filter(None, (str(ANALYSIS), os.environ.get("PYTHONPATH"))))
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
@@ -308,6 +315,8 @@ def _merit(row: dict[str, Any]) -> tuple[float, float, float]:
 def delay(label: str, summaries: Sequence[Summary], runs: Sequence[Path], momentum: float) -> float:
     """Return d of the law; NaN of a candidate that it does not cover."""
     name = label.split()[0]
+    if label in COMPRESSED:
+        return np.nan
     if name in ("allreduce", "bsp"):
         return float(WORKERS)
     if name == "k-sync":

@@ -9,7 +9,6 @@ is predicted: it was chosen because it was fast with the others.
 from __future__ import annotations
 
 import json
-import math
 import sys
 import time
 import tomllib
@@ -110,7 +109,6 @@ class _Adviser:
         self._left_out: dict[str, str] = {}
         self._noted: list[dict[str, Any]] = []  # what came of each trial
         self._trace: Trace | None = None
-        self._wider = 1.0  # factor of the intervals
         times: list[Any] = []
         if asked.measured is not None:
             from hpcsync.simulator.measured_cluster import computation_s
@@ -121,7 +119,6 @@ class _Adviser:
             except TraceError as error:
                 raise JobError(f"--from: {error}") from None
             times = computation_s(self._trace, self._job, asked.extrapolate)
-            self._wider = wider(self._trace.n_workers, self._job.cluster.workers)
         self._trials = Trials(
             self._job,
             path,
@@ -136,7 +133,6 @@ class _Adviser:
     def advise(self) -> int:
         """Carry out the trials, print the advice and write it."""
         from hpcsync.report import variants
-        from hpcsync.report.advice import widened
 
         limit_s, iteration_s, link_share = self._limit_s()
         field = self._field(iteration_s, link_share)
@@ -167,7 +163,7 @@ class _Adviser:
             return 1
         chosen = {trained.label: trained for trained in last.summaries}
         compared = variants.compare({trained.label: runs for trained, runs in last.summaries.items()})
-        return self._say(widened(compared, self._wider), chosen, order, reference, last, limit_s)
+        return self._say(compared, chosen, order, reference, last, limit_s)
 
     def _field(self, iteration_s: float, link_share: float) -> list[Trained]:
         """Return the candidates that suit the job; note the others with the reason."""
@@ -242,7 +238,7 @@ class _Adviser:
                     "label": label,
                     "lr_factor": trained.factor,
                     "folder": folder,
-                    **trial_numbers(found[trained], self._wider),
+                    **trial_numbers(found[trained]),
                 }
             )
         self._noted.append({"limit_s": limit_s, "candidates": rows})
@@ -332,7 +328,7 @@ class _Adviser:
                 print(f"hpcsync: {error}", file=sys.stderr)
         if runs is None:
             runs, by = last.summaries, f"with the seeds that have chosen it, hence too early, for {why}"
-        predicted = prediction(runs[trained].values(), self._wider)
+        predicted = prediction(runs[trained].values())
         if not predicted:
             return {}, f"Predicted: nothing, for it did not reach the target in every run {by}."
         time_s = f"{predicted['seconds']:.4g} s"
@@ -349,11 +345,8 @@ class _Adviser:
                 yield f"Of {self._trace.path.parent.name} was predicted: {said}."
         if self._trace is None:
             yield "Times are those of the job's [cluster]; --from RUN takes measured ones."
-        elif self._trace.n_workers != self._job.cluster.workers:
-            yield (
-                f"Extrapolated from {self._trace.n_workers} workers: times and links are drawn from theirs, and "
-                f"intervals are {self._wider:.2f} times as wide. What more workers would cost a server is not known."
-            )
+        elif (measured := self._trace.n_workers) != (asked := self._job.cluster.workers):
+            yield f"Extrapolated from {measured} worker{'s' * (measured > 1)}: {_extrapolated(measured, asked)}."
         elif "network" not in tomllib.loads(self._job.to_toml())["cluster"]:
             seen = "its measured total" if self._trace.job.has_servers else "taken from the workers'"
             yield f"Links have the rates that the run measured; a server's is {seen}."
@@ -372,14 +365,12 @@ class _Adviser:
         return Job.from_table(table | ({"predicted": predicted} if predicted else {}))
 
 
-def wider(n_measured: int, n_workers: int) -> float:
-    """Return how many times as wide the intervals of so many workers are.
-
-    The workers are a sample, and seeds that draw from it anew do not show how it differs from the cluster. If it
-    contributes as much to the variance as the seeds do where no worker is measured twice or left out, the factor is the
-    root of the ratio. That is an assumption.
-    """
-    return math.sqrt(max(n_measured, n_workers) / min(n_measured, n_workers))
+def _extrapolated(n_measured: int, n_workers: int) -> str:
+    """Return what is assumed of so many workers, in words."""
+    if n_workers < n_measured:
+        return "every seed draws some of them"
+    speeds = "every seed draws speeds of further ones" if n_measured > 1 else "further ones are taken to be as fast"
+    return f"{speeds}; what these would cost a server is not known"
 
 
 def _of_workers(job: Job, n_workers: int, measured: bool) -> Job:

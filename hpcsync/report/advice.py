@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from rich.table import Table
 
 from hpcsync.report.summary import Summary
-from hpcsync.report.variants import Estimate, Row, Variants
+from hpcsync.report.variants import Row, Variants
 
 MARGIN = 0.05  # of the fastest one's time: what a simpler candidate may cost
 CHANCE = 0.02  # probability of being the fastest below which a candidate is told from the fastest
@@ -78,17 +78,7 @@ def simplest(alike: Sequence[str], means: Mapping[str, float]) -> str:
     return next(label for label in alike if means[label] <= limit_s)
 
 
-def widened(found: Variants, factor: float) -> Variants:
-    """Return a comparison with all intervals so many times as wide."""
-
-    def wide(value: Estimate | None) -> Estimate | None:
-        return value and value._replace(half_width=value.half_width and factor * value.half_width)
-
-    rows = [row._replace(time_s=wide(row.time_s), behind_s=wide(row.behind_s)) for row in found.rows]
-    return found._replace(rows=tuple(rows))
-
-
-def prediction(runs: Iterable[Summary], factor: float = 1.0) -> dict[str, float]:
+def prediction(runs: Iterable[Summary]) -> dict[str, float]:
     """Return the `[predicted]` of a job file from runs that reached the target; empty if one of them did not.
 
     The interval is that in which one further run should lie with a probability of 80 %, by Student's distribution.
@@ -97,8 +87,6 @@ def prediction(runs: Iterable[Summary], factor: float = 1.0) -> dict[str, float]
     ----------
     runs
         Summaries of the runs.
-    factor
-        How many times as wide the interval is.
     """
     from scipy.stats import t
 
@@ -110,21 +98,19 @@ def prediction(runs: Iterable[Summary], factor: float = 1.0) -> dict[str, float]
     found = {"seconds": mean}
     if len(times) > 1:
         spread = math.sqrt(sum((time - mean) ** 2 for time in times) / (len(times) - 1) * (1 + 1 / len(times)))
-        half = factor * spread * float(t.ppf(0.9, len(times) - 1))
+        half = spread * float(t.ppf(0.9, len(times) - 1))
         found |= {"low_s": max(1e-3 * mean, mean - half), "high_s": mean + half}
     speeds = [run.samples_per_s for run in runs if run.samples_per_s]
     return found | ({"samples_per_s": sum(speeds) / len(speeds)} if speeds else {})
 
 
-def trial_numbers(runs: Mapping[int, Summary], factor: float) -> dict[str, Any]:
+def trial_numbers(runs: Mapping[int, Summary]) -> dict[str, Any]:
     """Return what the runs of one candidate did in one trial: means over its seeds, for JSON.
 
     Parameters
     ----------
     runs
         Summaries by seed.
-    factor
-        See `prediction`.
     """
     times = [run.time_to_target_s for run in runs.values() if run.time_to_target_s is not None]
     losses = [run.final_loss for run in runs.values() if run.final_loss is not None]
@@ -133,7 +119,7 @@ def trial_numbers(runs: Mapping[int, Summary], factor: float) -> dict[str, Any]:
         "arrived": len(times),
         "time_s": sum(times) / len(times) if len(times) == len(runs) else None,
         "loss": sum(losses) / len(losses) if losses else None,
-        "predicted": prediction(runs.values(), factor),
+        "predicted": prediction(runs.values()),
     }
 
 

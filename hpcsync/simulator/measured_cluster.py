@@ -8,6 +8,7 @@ that are the same for all workers: stragglers last, and may be common to several
 from __future__ import annotations
 
 import csv
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from hpcsync.trace.reader import Trace
 from hpcsync.trace.schema import Rows
 
 BLOCK = 20  # iterations that stay together
+MOST_SPREAD = 3.0  # of further workers over that of the measured ones: what two leave open has no mean
 RATE_SHARE = 0.75  # quantile of a worker's rates
 MESSAGES = 6  # latencies of a simulated iteration with one server: of the push, the grant and the weights
 LEAST = 30  # iterations of each worker, of which the first does not count
@@ -107,7 +109,7 @@ def _covered_s(begin_s: Rows, end_s: Rows) -> float:
 
 
 def stand_ins(n_measured: int, n_workers: int, seed: int) -> list[int]:
-    """Return for each of these workers the measured one whose times and link it gets.
+    """Return for each of these workers the measured one that it takes after, in how its times vary and in its link.
 
     As many workers as were measured are these. Of fewer, each seed draws some. Further ones are drawn such that each
     measured worker stands for equally many, or for one more.
@@ -121,11 +123,42 @@ def stand_ins(n_measured: int, n_workers: int, seed: int) -> list[int]:
     return [*range(n_measured), *np.concatenate(rounds).tolist()][:n_workers]
 
 
+def slowdowns(seconds: Sequence[float], seed: int, n_workers: int) -> Rows:
+    """Return the mean time of each worker over that of the measured one that it takes after: 1 for a measured one.
+
+    The workers are taken for a sample of a population whose mean times are log-normal, with an unknown mean and spread.
+    A seed draws both as the measured times leave them open, and then the time of each further worker (Gelman et al.;
+    prior 1 / variance). The spread is at most `MOST_SPREAD` times that of the measured workers. A single worker shows
+    no spread, so others are as it is.
+
+    Parameters
+    ----------
+    seconds
+        Mean time of each measured worker.
+    seed
+        Seed of the draw.
+    n_workers
+        Number of workers.
+    """
+    n, levels = len(seconds), np.log(seconds)
+    factors = np.ones(n_workers)
+    if 1 < n < n_workers:
+        draw = np.random.default_rng([seed, n, n_workers, 1])
+        spread = levels.std(ddof=1) * min(MOST_SPREAD, np.sqrt((n - 1) / draw.chisquare(n - 1)))
+        centre = levels.mean() + spread / np.sqrt(n) * draw.standard_normal()
+        further = centre + spread * draw.standard_normal(n_workers - n)
+        factors[n:] = np.exp(further - levels[stand_ins(n, n_workers, seed)[n:]])
+    return factors
+
+
 def resampled(each: list[Rows], seed: int, n_workers: int | None = None) -> list[Rows]:
     """Return as many times of each worker as the shortest record has, drawn in blocks.
 
-    The measured workers share the blocks. Further workers have blocks of their own, so that no two workers are slow at
-    the same moments because one stands for both.
+    They are drawn twice, first blocks that the run might have recorded, and then some of these, so that seeds differ by
+    what another run would differ by and by what the record of this one leaves open.
+
+    The measured workers share the blocks. Further workers have blocks and speeds of their own, so that no two workers
+    are slow at the same moments because both take after one.
 
     Parameters
     ----------
@@ -136,17 +169,21 @@ def resampled(each: list[Rows], seed: int, n_workers: int | None = None) -> list
     n_workers
         Number of workers; by default as many as were measured.
     """
-    n = min(map(len, each))
+    n, n_workers = min(map(len, each)), n_workers or len(each)
     block = min(BLOCK, n)
 
     def places(*key: int) -> Rows:
-        begins = np.random.default_rng([seed, n, *key]).integers(0, n - block + 1, size=-(-n // block))
+        draw = np.random.default_rng([seed, n, *key])
+        recorded = draw.integers(0, n - block + 1, size=-(-n // block))
+        begins = draw.choice(recorded, len(recorded))
         return (begins[:, None] + np.arange(block)).ravel()[:n]
 
     shared = places()
+    measured = stand_ins(len(each), n_workers, seed)
+    factors = slowdowns([times.mean() for times in each], seed, n_workers)
     return [
-        each[measured][shared if worker < len(each) else places(worker)]
-        for worker, measured in enumerate(stand_ins(len(each), n_workers or len(each), seed))
+        factors[worker] * each[measured[worker]][shared if worker < len(each) else places(worker)]
+        for worker in range(n_workers)
     ]
 
 

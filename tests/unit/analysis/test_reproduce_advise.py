@@ -14,7 +14,7 @@ from hpcsync.config.job import Job
 from hpcsync.core.job_validation import check
 from hpcsync.trace.reader import load
 from reproductions import advise, real_ranks, regret
-from reproductions.advise import CANDIDATES, Setting
+from reproductions.advise import Setting
 from reproductions.claims import judged
 from tests.unit.cli.test_advise import Inline
 
@@ -74,6 +74,11 @@ def test_order_and_coverage(runs):
     assert regret.samples(runs)["digits-equal-0"] == 7.0
 
 
+def test_the_best_fixed_choice_is_a_candidate_in_every_setting(runs):
+    only_there = runs[(runs["candidate"] != "asp") | (runs["setting"] == "digits-1124-0")]
+    assert regret.regrets(only_there).mean().idxmin() == "asp" and regret.fixed(only_there) == "ssp"
+
+
 def judge(numbers: list[float], high: float, statistic=regret.MEDIAN) -> pd.Series:
     claim = regret.Resampled("", "", lambda _: pd.Series(numbers), high=high, unit=" %", statistic=statistic)
     return judged([claim], pd.DataFrame()).iloc[0]
@@ -109,7 +114,7 @@ def test_claims_are_over_the_settings(runs):
 
 
 def test_candidates_are_called_as_the_advice_calls_them():
-    for label in CANDIDATES:
+    for label in advise.candidates(Setting("text", "narrow", 0.0)):
         assert label_of(candidate(advise.option(label))) == label
 
 
@@ -150,8 +155,8 @@ def test_one_setting_is_advised_on_and_run_and_nothing_is_repeated(tmp_path, mon
 
         return simulate_all(jobs, out, 1, Console(quiet=True))
 
-    def in_process(file, measured, folder, processes):
-        command.main(file, command.Asked(measured, [advise.option(label) for label in advise.CANDIDATES], out=folder))
+    def in_process(file, labels, measured, folder, processes):
+        command.main(file, command.Asked(measured, [advise.option(label) for label in labels], out=folder))
 
     monkeypatch.setattr(advice_trials, "ProcessPoolExecutor", Inline)
     monkeypatch.setattr(sys, "path", list(sys.path))

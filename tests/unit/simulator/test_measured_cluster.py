@@ -4,6 +4,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+import scipy.stats
 from rich.console import Console
 
 from hpcsync.config.errors import JobError
@@ -11,10 +12,12 @@ from hpcsync.config.job import Job
 from hpcsync.config.time_table import read_times
 from hpcsync.simulator.measured_cluster import (
     BLOCK,
+    MOST_SPREAD,
     computation_s,
     links,
     network,
     resampled,
+    slowdowns,
     stand_ins,
     turnaround_s,
     write_table,
@@ -103,12 +106,63 @@ def test_other_numbers_of_workers_are_drawn_from_the_measured_ones():
 
 def test_further_workers_have_blocks_of_their_own():
     """A worker and the one that stands for it are not slow together; the control: measured ones are."""
-    each = [np.arange(100.0), 1000 + np.arange(100.0)]
+    each = [1000 + np.arange(100.0), 1000 + np.arange(100.0)]
     times = resampled(each, 1, 6)
     assert len(times) == 6 and all(map(np.array_equal, times[:2], resampled(each, 1)))
-    assert np.array_equal(times[1] - 1000, times[0])
-    for worker, measured in list(enumerate(stand_ins(2, 6, 1)))[2:]:
-        assert set(times[worker]) <= set(each[measured]) and not np.array_equal(times[worker], times[measured])
+    assert np.array_equal(times[1], times[0]), "of equal speeds"
+    for worker in range(2, 6):
+        assert set(times[worker]) <= set(each[0]) and not np.array_equal(times[worker], times[0])
+
+
+def further_levels(levels: list[float], n_further: int, n_seeds: int) -> np.ndarray:
+    """Logarithms of the drawn times of further workers, a row for each seed."""
+    n = len(levels)
+    return np.array(
+        [
+            (
+                np.log(slowdowns(np.exp(levels), seed, n + n_further))
+                + np.array(levels)[stand_ins(n, n + n_further, seed)]
+            )[n:]
+            for seed in range(n_seeds)
+        ]
+    )
+
+
+def test_speeds_of_further_workers_are_as_unlike_as_the_measured_ones_leave_open():
+    """One of them is of Student's distribution around the measured mean. The mean of many varies as that of a normal
+    sample does of which the mean is estimated, so it does not become certain; the control: times of stand-ins do."""
+    levels, n = [0.0, 0.1, 0.3, 0.4], 4
+    spread = np.std(levels, ddof=1)
+    drawn = further_levels(levels, 50, 4000)
+    within = np.abs(drawn[:, 0] - np.mean(levels)) < scipy.stats.t.ppf(0.9, n - 1) * spread * (1 + 1 / n) ** 0.5
+    assert within.mean() == pytest.approx(0.8, abs=0.02)
+    means = drawn.mean(axis=1) - np.mean(levels)
+    limit = scipy.stats.t.ppf(0.9, n - 1) * spread * (1 / 50 + 1 / n) ** 0.5
+    assert (np.abs(means) < limit).mean() == pytest.approx(0.8, abs=0.02)
+    of = np.array([np.array(levels)[stand_ins(n, n + 50, seed)[n:]].mean() for seed in range(100)])
+    assert np.abs(of - np.mean(levels)).max() < limit / 10
+
+
+def test_measured_workers_and_a_single_one_are_taken_as_they_are():
+    assert (slowdowns([1.0, 3.0], 1, 2) == 1).all() and (slowdowns([2.0], 1, 5) == 1).all()
+    assert (slowdowns([1.0, 3.0, 4.0], 1, 2) == 1).all()
+    factors = slowdowns([1.0, 3.0], 1, 4)
+    assert (factors[:2] == 1).all() and (factors[2:] != 1).all()
+    assert (slowdowns([2.0, 2.0], 1, 4) == 1).all()
+
+
+def test_two_workers_do_not_make_others_a_thousand_times_as_slow():
+    drawn = further_levels([0.0, 0.1], 5, 1000)
+    assert np.abs(drawn).max() < 0.05 + MOST_SPREAD * 0.1 / 2**0.5 * 6
+
+
+def test_seeds_differ_by_what_the_record_leaves_open_too():
+    """A mean over a whole record varies by its own error and by that of the run that left it."""
+    seconds = np.random.default_rng(1).exponential(size=2000)
+    variance = np.var([resampled([seconds], seed)[0].mean() for seed in range(4000)])
+    blocks = np.convolve(seconds, np.ones(BLOCK) / BLOCK, "valid")
+    once = blocks.var() / (len(seconds) / BLOCK)
+    assert variance == pytest.approx(2 * once, rel=0.1)
 
 
 def test_rates_are_those_of_the_links(simulated):
