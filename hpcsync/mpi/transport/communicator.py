@@ -69,14 +69,16 @@ def is_in_memory(comm: Communicator) -> bool:
     return isinstance(comm, MemoryCommunicator)
 
 
-_SAME_OP = MPI.Info.Create({"accumulate_ops": "same_op"})  # of atomic operations on an element; see `Window.fetch_add`
+# Operations on an element are of one kind, see `Window.fetch_add`. Without the second key a rank of Open MPI that is
+# alone on its host swaps a word of its own by comparing and copying, while another thread of it makes a remote swap.
+_ATOMIC = MPI.Info.Create({"accumulate_ops": "same_op", "acc_single_intrinsic": "true"})
 
 
 def allocate(comm: Communicator, n_bytes: int, unit: int) -> RawWindow:
     """Create a window over allocated memory; collective."""
     if isinstance(comm, MemoryCommunicator):
         return comm.window(n_bytes, unit)
-    return MPI.Win.Allocate(n_bytes, unit, _SAME_OP, comm)
+    return MPI.Win.Allocate(n_bytes, unit, _ATOMIC, comm)
 
 
 def expose(comm: Communicator, memory: Any, unit: int) -> RawWindow:

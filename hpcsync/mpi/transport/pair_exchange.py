@@ -145,8 +145,8 @@ class PairExchange:
 
     def _write(self, peer: int, vector: torch.Tensor, scalar: float) -> None:
         """Write into the spare row of a peer."""
-        row = 1 - self._changes % 2
-        self._scalars.put(np.array([scalar]), peer, row)
+        row, here = 1 - self._changes % 2, np.array([scalar])  # which is read until the flush
+        self._scalars.put(here, peer, row)
         self._rows.put(vector, peer, row * self._size)
         self._flush(peer)
 
@@ -161,8 +161,10 @@ class PairExchange:
         """Keep others from averaging with this rank's vector, as a context manager."""
         self._acquire(self._rank)
         self._changed = False
-        yield
-        self._release(self._rank, self._changed)
+        try:
+            yield
+        finally:
+            self._release(self._rank, self._changed)
 
     def load(self) -> Shared:
         """Return this rank's vector as it is now; while it is `held`, or nobody averages."""

@@ -70,9 +70,9 @@ class Window:
 
     Notes
     -----
-    `MPI_Win_allocate` with one lock for the whole life makes transfers passive on a node with both Open MPI and MPICH:
-    the target's core is not needed. Memory that is never touched is never committed, so a window may be sized for the
-    worst case.
+    `MPI_Win_allocate` with one lock for the whole life makes transfers passive in a job on one node, with Open MPI and
+    MPICH alike: the target's core is not needed. Memory that is never touched is never committed, so a window may be
+    sized for the worst case.
     """
 
     def __init__(self, comm: MPI.Intracomm, count: int, dtype: Any, memory: Any = None) -> None:

@@ -8,6 +8,7 @@ order, and what a rank stores in its own memory and what others put there meet w
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -128,6 +129,20 @@ class Comm:
         pass
 
 
+def borrowed(buffer: Any) -> Callable[[], Any]:
+    """Return a call for the buffer of a transfer, to which MPI keeps no reference: it must live until the flush."""
+    if not isinstance(buffer, np.ndarray) or buffer.base is not None:
+        return lambda: buffer  # a view, whose memory another object owns
+    reference = weakref.ref(buffer)
+
+    def lent() -> Any:
+        found = reference()
+        assert found is not None, "the buffer of a transfer has died before the flush"
+        return found
+
+    return lent
+
+
 class FakeWindow:
     """Stands for `Window`."""
 
@@ -150,14 +165,18 @@ class FakeWindow:
         self.memory.copies += [(call, rank, self, lambda i=i: copy(i)) for i in range(n)]
 
     def put(self, source: Any, rank: int, offset: int) -> None:
+        lent = borrowed(source)
+
         def copy(i: int) -> None:
-            self.at(rank)[offset + i] = source[i]
+            self.at(rank)[offset + i] = lent()[i]
 
         self.begin(rank, copy, len(source))
 
     def get(self, into: Any, rank: int, offset: int) -> None:
+        lent = borrowed(into)
+
         def copy(i: int) -> None:
-            into[i] = self.at(rank)[offset + i]
+            lent()[i] = self.at(rank)[offset + i]
 
         self.begin(rank, copy, len(into))
 

@@ -1,0 +1,55 @@
+"""Sums in a word of a rank on another host are atomic, also while two threads of that rank communicate."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from mpi4py import MPI
+
+from hpcsync.system import launcher
+from hpcsync.system.namespaces import Hosts, Unavailable
+
+pytestmark = pytest.mark.hosts
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    """Two hosts with links of 1 Gbit/s; without the means to make them, the tests are skipped."""
+    try:
+        hosts = Hosts(2, rate="1gbit")
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    with hosts:
+        yield hosts
+
+
+def lost(hosts: Hosts, folder: Path, kind: str, rounds: int, ranks: int, per_host: int) -> int:
+    """Return how many of the sums were lost; see adding.py."""
+    out, script = folder / "sums.json", Path(__file__).with_name("adding.py")
+    line = [*hosts.mpiexec([1, 2], per_host), "-n", str(ranks), sys.executable, "-m", "mpi4py"]
+    line += [str(script), kind, str(rounds), str(out)]
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "MPIEXEC": shlex.join(line)}
+    result = hosts.run(line, cwd=folder, environ=launcher.environment(environ))
+    assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
+    found = json.loads(out.read_text())
+    print(found)
+    assert found["found"] > 1000
+    return found["lost"]
+
+
+@pytest.mark.parametrize(("ranks", "per_host"), [(2, 1), (3, 2)])
+def test_no_sum_is_lost(hosts: Hosts, tmp_path: Path, ranks: int, per_host: int) -> None:
+    """The last rank is alone on its host."""
+    assert lost(hosts, tmp_path, "atomic", 4, ranks, per_host) == 0
+
+
+@pytest.mark.skipif("Open MPI" not in MPI.Get_library_version(), reason="the info key is Open MPI's")
+def test_without_the_info_key_sums_are_lost(hosts: Hosts, tmp_path: Path) -> None:
+    """The negative control of the test above, which ends with the first sum that is lost."""
+    assert lost(hosts, tmp_path, "plain", 60, 3, 2) > 0
