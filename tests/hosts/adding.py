@@ -1,7 +1,8 @@
 """One of several ranks that add to a word of the last one: python -m mpi4py adding.py KIND ROUNDS OUT.json
 
 The last rank adds too, while another thread of it communicates, as helper threads and rank 0's monitor do. KIND is
-"atomic", or "plain" for a window without the info key for it. Rounds end when a sum was lost.
+"atomic", or "apart" for sums of which the old value is read first and the new one written then. Rounds end when a sum
+was lost.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import time
 import numpy as np
 from mpi4py import MPI
 
-from hpcsync.mpi.transport import communicator
 from hpcsync.mpi.transport.window import Window
 
 ROUND_S = 1.0
@@ -25,10 +25,18 @@ def communicate(comm: MPI.Intracomm, stop: threading.Event) -> None:
         comm.Iprobe()
 
 
+def read_and_write(window: Window, value: int, rank: int, offset: int) -> int:
+    before = int(window.get_word(rank, offset))
+    window.put(after := np.array([before + value]), rank, offset)
+    window.flush(rank)
+    del after  # which is read until the flush
+    return before
+
+
 def main(kind: str, rounds: int, out: str) -> None:
     comm = MPI.COMM_WORLD
-    if kind == "plain":
-        communicator._ATOMIC = MPI.Info.Create({"accumulate_ops": "same_op"})
+    if kind == "apart":
+        Window.fetch_add = read_and_write
     target = comm.size - 1
     stop, own = threading.Event(), comm.Dup()
     thread = threading.Thread(target=communicate, args=(own, stop))
