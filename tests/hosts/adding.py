@@ -27,9 +27,9 @@ def communicate(comm: MPI.Intracomm, stop: threading.Event) -> None:
 
 def read_and_write(window: Window, value: int, rank: int, offset: int) -> int:
     before = int(window.get_word(rank, offset))
-    window.put(after := np.array([before + value]), rank, offset)
+    after = np.array([before + value])
+    window.put(after, rank, offset)
     window.flush(rank)
-    del after  # which is read until the flush
     return before
 
 
