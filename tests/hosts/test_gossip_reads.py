@@ -7,30 +7,20 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from hpcsync.system import launcher
-from hpcsync.system.namespaces import Hosts, Unavailable
+from hpcsync.system.namespaces import Hosts
 from tests.hosts.processes import left
 
 AT_ONCE_S = 0.8  # 4 MB take 0.03 s at 1 Gbit/s; the rest is for the machine's other business
 WAITED_S = 1.0  # of the two seconds that the peer computes
 
+HOSTS = 2
+
 pytestmark = pytest.mark.hosts
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[Hosts]:
-    """Two hosts with links of 1 Gbit/s; without the means to make them, the tests are skipped."""
-    try:
-        hosts = Hosts(2, rate="1gbit")
-    except Unavailable as reason:
-        pytest.skip(str(reason))
-    with hosts:
-        yield hosts
 
 
 def run(hosts: Hosts, folder: Path, *program: str) -> subprocess.CompletedProcess[str]:

@@ -6,29 +6,17 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from hpcsync.system import launcher
-from hpcsync.system.namespaces import Hosts, Unavailable
+from hpcsync.system.namespaces import Hosts
 
 HOSTS = 3
 ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.hosts
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[Hosts]:
-    """Three hosts with links of 1 Gbit/s; without the means to make them, the tests are skipped."""
-    try:
-        hosts = Hosts(HOSTS, rate="1gbit")
-    except Unavailable as reason:
-        pytest.skip(str(reason))
-    with hosts:
-        yield hosts
 
 
 @pytest.mark.parametrize("per_host", [1, 2])

@@ -7,29 +7,19 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from hpcsync.system import launcher
-from hpcsync.system.namespaces import Hosts, Unavailable
+from hpcsync.system.namespaces import Hosts
 
 ROOT = Path(__file__).parents[2]
 DEFAULT_FLAGS = "send,put,inplace,need-ack,need-csum,hetero-rdma"  # Open MPI's own
 
+HOSTS = 4
+
 pytestmark = pytest.mark.hosts
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[Hosts]:
-    """Four hosts with links of 1 Gbit/s; without the means to make them, the tests are skipped."""
-    try:
-        hosts = Hosts(4, rate="1gbit")
-    except Unavailable as reason:
-        pytest.skip(str(reason))
-    with hosts:
-        yield hosts
 
 
 def run(hosts: Hosts, folder: Path, *program: str, **more: str) -> subprocess.CompletedProcess[str]:

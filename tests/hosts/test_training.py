@@ -7,7 +7,6 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ import pytest
 
 from hpcsync.audit.trace_audit import audit
 from hpcsync.system import launcher
-from hpcsync.system.namespaces import Hosts, Unavailable
+from hpcsync.system.namespaces import Hosts
 from hpcsync.trace.reader import Trace, load
 from tests.hosts.processes import left
 
@@ -65,18 +64,9 @@ WIRE_S = 0.3  # a push and a read of 4 MB each at 1 Gbit/s for two workers at on
 SLOW_S = 0.5
 SLACK_S = 0.5  # the machine's other business
 
+HOSTS = 3
+
 pytestmark = pytest.mark.hosts
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[Hosts]:
-    """Three hosts with links of 1 Gbit/s; without the means to make them, the tests are skipped."""
-    try:
-        hosts = Hosts(3, rate="1gbit")
-    except Unavailable as reason:
-        pytest.skip(str(reason))
-    with hosts:
-        yield hosts
 
 
 def environ(**more: str) -> dict[str, str]:

@@ -6,26 +6,16 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from hpcsync.system import launcher
-from hpcsync.system.namespaces import Hosts, Unavailable
+from hpcsync.system.namespaces import Hosts
+
+HOSTS = 2
 
 pytestmark = pytest.mark.hosts
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[Hosts]:
-    """Two hosts with links of 1 Gbit/s; without the means to make them, the tests are skipped."""
-    try:
-        hosts = Hosts(2, rate="1gbit")
-    except Unavailable as reason:
-        pytest.skip(str(reason))
-    with hosts:
-        yield hosts
 
 
 def lost(hosts: Hosts, folder: Path, kind: str, rounds: int, ranks: int, per_host: int) -> int:
