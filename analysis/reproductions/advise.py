@@ -314,9 +314,9 @@ def _merit(row: dict[str, Any]) -> tuple[float, float, float]:
 
 def delay(label: str, summaries: Sequence[Summary], runs: Sequence[Path], momentum: float) -> float:
     """Return d of the law; NaN of a candidate that it does not cover."""
-    name = label.split()[0]
     if label in COMPRESSED:
         return np.nan
+    name = label.split()[0]
     if name in ("allreduce", "bsp"):
         return float(WORKERS)
     if name == "k-sync":

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -254,3 +255,27 @@ def test_ranks_that_lock_their_own_vector_before_the_peers_stand_still():
 
     with pytest.raises(Standstill):
         ranks.run({0: lambda: both(0), 1: lambda: both(1)})
+
+
+@contextmanager
+def held_for_good_after_an_error(self: PairExchange) -> Iterator[None]:
+    self._acquire(self._rank)
+    self._changed = False
+    yield
+    self._release(self._rank, self._changed)
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_after_an_error_in_a_step_others_may_average(broken, monkeypatch):
+    """The negative control keeps the lock, so that the peer waits for ever."""
+    if broken:
+        monkeypatch.setattr(PairExchange, "held", held_for_good_after_an_error)
+    ranks = Ranks(2, lambda rank: rank == 1, [0, 1] * 20)
+
+    def step() -> None:
+        with suppress(ZeroDivisionError), ranks.pairs[1].held():
+            raise ZeroDivisionError
+
+    ranks.run({1: step})
+    with pytest.raises(Standstill) if broken else nullcontext():
+        ranks.run({0: lambda: ranks.pairs[0]._acquire(1)})
