@@ -232,7 +232,7 @@ def command_line(file: Path, labels: Sequence[str], measured: Path, folder: Path
         done = subprocess.run(
             [sys.executable, "-m", "hpcsync", *line], stdout=log, stderr=subprocess.STDOUT, env=environment, check=False
         )
-    if done.returncode not in (0, 1):
+    if done.returncode not in (0, 1) or not (folder / "advice.json").exists():
         raise RuntimeError(f"{folder}: no advice, see {log_of(folder)}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset
@@ -134,16 +136,22 @@ def classification(x: torch.Tensor, y: torch.Tensor) -> Evaluate:
     return evaluate
 
 
+@functools.cache
+def _digits_rows() -> NDArray[np.float64]:
+    """Return the images, a row of 64 pixels and the digit for each, in the order of the split."""
+    package = importlib.util.find_spec("sklearn")  # importing it would take over a second in every process
+    assert package is not None and package.origin is not None
+    rows = np.loadtxt(Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
+    return rows[np.random.default_rng(0).permutation(len(rows))]
+
+
 def _digits() -> Workload:
     """Return scikit-learn's handwritten digits and a convolutional network of 13,706 parameters.
 
     The 1797 images of 8 x 8 pixels (UCI Optical Recognition of Handwritten Digits) are split 1437 to 360 by a fixed
     permutation.
     """
-    package = importlib.util.find_spec("sklearn")  # importing it would take over a second in every process
-    assert package is not None and package.origin is not None
-    rows = np.loadtxt(Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
-    rows = rows[np.random.default_rng(0).permutation(len(rows))]
+    rows = _digits_rows()
     x = torch.from_numpy(rows[:, :-1].astype(np.float32) / 16.0).reshape(-1, 1, 8, 8)
     y = torch.from_numpy(rows[:, -1].astype(np.int64))
     n_train = 1437
