@@ -38,9 +38,9 @@ def weights_follow_sizes(recount: Recount) -> Check:
     """Check that contributions are weighted by their batch sizes.
 
     In an update of one version, a contribution's weight is its share of the samples; the weights add up to 1. In other
-    updates it is 1 / n_contributions, times the ratio of its batch size to the mean one (if that is known), divided by
-    its staleness (if the job requires it). A dropped push has weight 0, and so has one with a problem because of which
-    it does not count.
+    updates it is 1 / n_contributions (1 where an update is the sum of pushes that met), times the ratio of its batch
+    size to the mean one (if that is known), divided by its staleness (if the job requires it). A dropped push has
+    weight 0, and so has one with a problem because of which it does not count.
     """
     job, pushes = recount.job, recount.pushes
     n_complete = len(recount.complete_seq)
@@ -53,7 +53,8 @@ def weights_follow_sizes(recount: Recount) -> Check:
         expected = size / np.maximum(np.bincount(version, size, n_complete)[version], 1)
     else:
         n_skipped = np.bincount(version, ~used, n_complete)[version]
-        expected = used / np.maximum(recount.updates["n_contributions"][version] - n_skipped, 1)
+        divisor = np.maximum(recount.updates["n_contributions"][version] - n_skipped, 1)
+        expected = used / (1 if job.paradigm.merges else divisor)
         if job.batch_total is not None and not job.steps_on_workers:
             expected *= size * (recount.n_workers / job.batch_total)
         if job.paradigm.discounts:

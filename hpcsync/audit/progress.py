@@ -24,7 +24,8 @@ RATE = 1e-12  # largest relative difference between equal rates
 def rates_are_of_the_schedule(recount: Recount) -> Check:
     """Check the learning rate of each update, with `async_lr_scale`.
 
-    It follows from the samples and updates before it, and its number of contributions. A script's own rates are the
+    It follows from the samples and updates before it, and its number of contributions, which count as one where pushes
+    that met are summed. A script's own rates are the
     mean of those that its contributions state; the job's schedule is a factor of it.
     """
     job, updates = recount.job, recount.updates
@@ -33,7 +34,7 @@ def rates_are_of_the_schedule(recount: Recount) -> Check:
         expected = np.full(len(updates), job.paradigm.moving_rate(job.cluster.workers))
     else:
         rate, before = learning_rate(job), np.append(0, updates["samples"])[:-1].tolist()
-        clocks = zip(before, count.tolist(), strict=True)
+        clocks = zip(before, (np.ones_like(count) if job.paradigm.merges else count).tolist(), strict=True)
         expected = np.array([rate(samples, version, n) for version, (samples, n) in enumerate(clocks)])
         if isinstance(job.workload, Script):
             expected = expected[: len(recount.complete_seq)] * _own_rates(recount, count[: len(recount.complete_seq)])

@@ -126,6 +126,8 @@ class Coordinator(Stateful):
         Whether computing workers are sent a cancel command when the run ends, so that they push early.
     of_own_rates
         Whether `lr` is a factor of the rates that scripts state with their pushes.
+    sums
+        Whether an update is the sum of its contributions, as if each were one, and not their mean.
     stalls
         Detector of stragglers; by default a new one.
 
@@ -134,7 +136,7 @@ class Coordinator(Stateful):
     A contribution is the mean gradient of a worker's batch; one with a problem in UNUSED does not count. In a
     synchronous paradigm an update is the mean over all its samples. Otherwise each contribution is weighted by its
     batch size over the mean batch size of all initial workers, so that a sample counts the same throughout the run,
-    times the paradigm's weight. With equal batches both are the mean over contributions.
+    times the paradigm's weight. With equal batches both are the mean over contributions, or with `sums` their sum.
     """
 
     state_types = {
@@ -170,6 +172,7 @@ class Coordinator(Stateful):
         assignments: Assignments | None = None,
         cuts_short: bool = False,
         of_own_rates: bool = False,
+        sums: bool = False,
         stalls: StragglerDetector | None = None,
     ) -> None:
         self.version = 0
@@ -200,6 +203,7 @@ class Coordinator(Stateful):
         self._blocked: dict[int, float] = {}  # blocked workers, and since when
         self._cuts_short = cuts_short
         self._of_own_rates = of_own_rates
+        self._sums = sums
         self._computing = set(range(n_workers))
         self._left_since: set[int] = set()  # workers that have left since the latest update
         self.stalls = stalls or StragglerDetector()
@@ -398,11 +402,11 @@ class Coordinator(Stateful):
         taken += zip(map(self._pending.pop, workers), weighted, strict=True)
         infos = [push_info for (_, push_info), _ in taken]
         used = [push_info for push_info in infos if push_info.problem not in UNUSED]
-        divisor = float(len(used) or 1)
+        divisor = 1.0 if self._sums else float(len(used) or 1)
         if used and self._paradigm.synchronous and self._per_sample is not None:
             per, samples = self._per_sample
             divisor = sum(push_info.batch_size for push_info in used) * per / samples
-        rate = self._lr(self.samples, self.version, len(taken))
+        rate = self._lr(self.samples, self.version, 1 if self._sums else len(taken))
         lr = rate * own_rate(infos) if self._of_own_rates else rate
         self.version += 1
         self.updated_s = now_s
@@ -497,6 +501,7 @@ def coordinate(job: Job, paradigm: Paradigm, trace: Recorder, stalls: StragglerD
         assignments=create_assignments(job),
         cuts_short=job.commits,
         of_own_rates=isinstance(job.workload, Script) and not job.steps_on_workers,
+        sums=job.paradigm.merges,
         stalls=stalls,
     )
 

@@ -44,6 +44,8 @@ def test_updates_of_merged_pushes_are_told_from_single_ones():
     assert failing(with_job(merged, ssp(1))) == {"an update is of one push"}
     assert failing(with_job(single, ssp(1) + "\nmerge = true")) == {"an update is of one push and of those that wait"}
     assert all(check.passed for check in audit(merged))
+    averaged = edit(merged, "pushes", 0, weight=0.5)
+    assert {check.name for check in audit(averaged) if not check.passed} == {"weights follow from batch sizes"}
 
 
 def test_without_a_bound_every_lead_is_allowed():

@@ -447,6 +447,24 @@ def test_the_rate_of_an_update_is_the_learning_rate_or_how_far_the_centre_moves(
         assert set(column(trace["updates"], "lr")) == {rate}
 
 
+@pytest.mark.parametrize(("scale", "rate"), [(1.0, 0.1), ("1/workers", 0.05)])
+def test_pushes_that_meet_are_summed_with_the_rate_of_one(scale, rate):
+    trace = Recorder()
+    job = make_job(
+        paradigm={"name": "ssp", "staleness": 0, "merge": True},
+        optimizer={"name": "sgd", "lr": 0.1, "async_lr_scale": scale},
+    )
+    coordinator, size = coordinate(job, create_paradigm(job), trace), job.workload.batch_size
+    commands = [
+        command
+        for worker in (0, 1)
+        for command in coordinator.pushed(1.0, PushInfo(1.0, worker, 1, 0, 0.5, 1.0, 0.5, 0.25, 0.125, size))
+    ]
+    assert gradient(commands, {0: 3.0, 1: 4.0}) == 7.0
+    assert column(trace["updates"], "n_contributions", "lr") == [(2, rate)]
+    assert column(trace["pushes"], "weight") == [1.0, 1.0]
+
+
 # ---- weights of contributions ----
 
 
