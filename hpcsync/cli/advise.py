@@ -135,7 +135,7 @@ class _Adviser:
         from hpcsync.report import variants
 
         limit_s, iteration_s, link_share = self._limit_s()
-        field = self._field(iteration_s, link_share)
+        field = self._field(limit_s, iteration_s, link_share)
         first = self._job.seed
         if self._asked.workers:
             print(f"{self._job.cluster.workers} workers", file=sys.stdout if not self._asked.as_json else sys.stderr)
@@ -165,10 +165,8 @@ class _Adviser:
         compared = variants.compare({trained.label: runs for trained, runs in last.summaries.items()})
         return self._say(compared, chosen, order, reference, last, limit_s)
 
-    def _field(self, iteration_s: float, link_share: float) -> list[Trained]:
-        """Return the candidates that suit the job; note the others with the reason."""
-        from hpcsync.core.job_validation import check
-
+    def _field(self, limit_s: float, iteration_s: float, link_share: float) -> list[Trained]:
+        """Return the candidates that suit the job and every trial; note the others with the reason."""
         n_workers = self._job.cluster.workers
         if self._asked.paradigms:
             asked = [candidate(text) for text in self._asked.paradigms]
@@ -178,13 +176,23 @@ class _Adviser:
         for each in asked:
             trained = Trained(label_of(each), each)
             try:
-                check(Job.from_table(self._trials.table(trained, self._job.seed, 1e9)))
+                self._check(trained, SHARES[0] * limit_s)
                 found.append(trained)
             except JobError as error:
                 self._left_out[trained.label] = str(error)
         if len(found) < 2:
             raise JobError(f"advise: fewer than two candidates suit the job: {'; '.join(self._left_out.values())}")
         return found
+
+    def _check(self, trained: Trained, shortest_s: float) -> None:
+        """Raise JobError for a candidate that does not suit the job, or the shortest trial."""
+        from hpcsync.core.job_validation import check
+
+        check(Job.from_table(self._trials.table(trained, self._job.seed, 1e9)))
+        try:
+            Job.from_table(self._trials.table(trained, self._job.seed, shortest_s))
+        except JobError as error:
+            raise JobError(f"the first trial is too short: {error}") from None
 
     def _limit_s(self) -> tuple[float, float, float]:
         """Return the seconds of the last trial and of a synchronous iteration, and the share of its transfers.

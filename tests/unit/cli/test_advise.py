@@ -286,6 +286,18 @@ def test_candidates_that_do_not_suit_the_job_are_named_with_the_reason(job, tmp_
         main(job, Asked(paradigms=("bsp", "bsp"), out=tmp_path / "out"))
 
 
+def test_a_candidate_for_which_the_first_trial_is_too_short_is_left_out(job, tmp_path, capsys):
+    """ADSP's first push is after `check_period_s`; the others are advised on."""
+    adsp = "{name = 'adsp', check_period_s = 9.0, interval_min_s = 0.1}"
+    asked = Asked(paradigms=("bsp", "asp", adsp), overrides=["stop={target_loss = 0.5, seconds = 80}"])
+    assert main(job, asked._replace(out=tmp_path / "out")) == 0
+    said = capsys.readouterr().out
+    assert "Train with " in said
+    assert "Not tried: adsp check_period_s=9.0 interval_min_s=0.1 (the first trial is too short: stop.seconds" in said
+    assert main(job, asked._replace(out=tmp_path / "long", overrides=["stop={target_loss = 0.5, seconds = 90}"])) == 0
+    assert "Not tried" not in capsys.readouterr().out, "control: it has 10 s"
+
+
 def test_a_run_of_the_advised_job_is_put_beside_its_prediction(job, tmp_path, capsys, monkeypatch):
     """In the summary, in the report, and by the next advice, which has the run's own times."""
     out, asked = tmp_path / "out", Asked(paradigms=("bsp", "asp"), out=tmp_path / "out")
