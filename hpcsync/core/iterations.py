@@ -150,9 +150,9 @@ class Iterations(Stateful):
         self._begin_s = begin_s
         self._in_parts, self.computed_s, self.load_s, self._device_s = False, 0.0, 0.0, 0.0
 
-    def skip(self, n_iterations: int) -> None:
-        """Start after `n_iterations` iterations of one batch each, of which nothing else is known."""
-        self._used = self._skip = n_iterations
+    def skip(self, n_batches: int) -> None:
+        """Start after so many batches, of which nothing else is known."""
+        self._used = self._skip = n_batches
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Resume from a state: the next loaders skip the batches that were trained on."""

@@ -137,6 +137,7 @@ class RankSession(Session):
         self._stepped = False
         super().__init__(rank=comm.rank, n_workers=job.cluster.workers)
         layers.share()
+        self.flat.collect()
         self._excepthook = sys.excepthook
         sys.excepthook = self._uncaught
         self._heed_signals = left_to_rank_0()

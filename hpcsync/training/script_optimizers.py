@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from hpcsync.state import built
 from hpcsync.training.flat_model import FlatModel
 from hpcsync.training.optimizers import ELEMENTWISE, IMPLEMENTATION, ServerOptimizer, WorkerOptimizer
 
@@ -103,6 +104,20 @@ class ScriptOptimizers:
             not self.skips and owner == self.stepping and parameter.grad is not None
             for owner, parameter in zip(self.owner, self.flat.parameters, strict=True)
         ]
+
+    def state(self) -> dict[str, Any]:
+        """Return what a step that is still to be made needs besides its gradient, for a checkpoint."""
+        return {"stepping": self.stepping, "present": self.present}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore this; the gradient of the step is in the flat vector again."""
+        self.stepping = built(int | None, state["stepping"])
+        self.flat.return_gradient(built(list[bool], state["present"]))
+
+    def forget_step(self) -> None:
+        """Forget a step that has been made since `restore`."""
+        self.stepping = self.only
+        self.flat.drop_gradient()
 
     @property
     def lr(self) -> float:
@@ -336,9 +351,10 @@ class OwnOptimizer(WorkerOptimizer):
             self._view(self._script.flat.weights, index).add_(buffer, alpha=-scale)
 
     def look_ahead(self) -> None:
-        """Change the weights from theta to theta + mu v."""
+        """Change the weights from theta to theta + mu v; the next step is from there, whatever the parameters' type."""
         for index, buffer, scale in self._ahead():
             self._view(self._script.flat.weights, index).add_(buffer, alpha=scale)
+        self._script.flat.spread()
 
     def without_look_ahead(self) -> torch.Tensor:
         """Return theta: the weights themselves if there is no look-ahead, otherwise a new tensor."""

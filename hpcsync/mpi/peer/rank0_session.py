@@ -114,6 +114,7 @@ class Rank0Session(PeerSession):
         with on_signals(interrupt):
             self._recorder.trace.flush()
             distance = self._layers.complete(self.flat, self._reading(self.rank), self._buffers)
+            self.flat.spread()
             self._recorder.judge(self._model, distance)
 
     def _conclude(self) -> None:

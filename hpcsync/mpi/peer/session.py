@@ -277,6 +277,7 @@ class PeerSession(RankSession):
     def _restore(self, state: Mapping[str, Any]) -> None:
         """Restore the state of a checkpoint before the next batch."""
         restore_arrays({"weights": self.flat.weights}, {"weights": state["exchange"]["peer"]["weights"]})
+        self.flat.spread()
         self._restore_training(state)
 
     # ---- the end ----

@@ -283,9 +283,13 @@ class WorkerSession(LinkedSession):
             self._engine.resume()  # with the grant that was waited for
             if not self._engine.is_away:
                 self._continue()
+            if self._script is not None:
+                self._script.forget_step()
         if self._comes_back:
             if self._leave(0.0):
-                self._iterations.skip((self._machine.grant.iteration - 1) * self._job.local_steps)
+                n_steps = (self._machine.grant.iteration - 1) * self._job.local_steps
+                n_optimizers = 1 if self._script is None else len(self._script.optimizers)
+                self._iterations.skip(n_steps * asked.accumulate // n_optimizers)
             self._comes_back = False  # only now: a checkpoint may be made while this worker waits for its first grant
         return self._iterations.shard(*asked[:3], lambda: self.stopped, sharded=asked.sharded)
 
@@ -352,6 +356,7 @@ class WorkerSession(LinkedSession):
             "comes_back": self._comes_back,
             "engine": self._engine.state(),
             "contribution": self._contribution.state(),
+            "script": None if self._script is None else self._script.state(),
             **self._training_state(),
         }
 
@@ -359,6 +364,8 @@ class WorkerSession(LinkedSession):
         """Restore the state; the grant that was waited for has not arrived yet."""
         self._comes_back = built(bool, state["comes_back"])
         self._contribution.restore(state["contribution"])
+        if self._script is not None and state.get("script") is not None:  # not in checkpoints of before
+            self._script.restore(state["script"])
         self._restore_training(state)
 
     def _part(self) -> None:
