@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from hpcsync.system import launcher
+from hpcsync.system.signals import TO_BE_RESUMED
 
 
 def launch(n: int, program: Sequence[str], timeout_s: float | None = None, *, oversubscribe: bool = False) -> int:
@@ -34,4 +35,11 @@ def launch(n: int, program: Sequence[str], timeout_s: float | None = None, *, ov
     ended = launcher.launch(n, program, timeout_s=timeout_s)
     if ended.timed_out:
         print(f"hpcsync: ended the ranks, which still ran after {timeout_s:g} s", file=sys.stderr)
+    elif ended.signum is not None and not ended.runs:
+        print("hpcsync: interrupted", file=sys.stderr)
+    if ended.runs and ended.status not in (0, TO_BE_RESUMED):  # with the latter rank 0 has said how to resume
+        from hpcsync.run_dir import unfinished
+
+        is_stopped = ended.timed_out or ended.signum is not None
+        unfinished.close_scripts(ended.runs, "interrupted" if is_stopped else "failed")
     return ended.status

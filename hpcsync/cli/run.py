@@ -165,7 +165,7 @@ def _run(
 
 def _concluded(folder: Path, ended: launcher.Ended) -> tuple[int, bool]:
     """Settle what the ranks of a run have left; return the exit status, and whether a rank was killed."""
-    from hpcsync.run_dir import layout
+    from hpcsync.run_dir import layout, unfinished
 
     # Open MPI's launcher ends with status 0 when it has lost a whole node: only the last file of a run proves its end.
     if ended.status == 0 and (folder / layout.SUMMARY).exists():
@@ -178,7 +178,7 @@ def _concluded(folder: Path, ended: launcher.Ended) -> tuple[int, bool]:
         return 2 if ended.status == 2 else 1, killed
     if ended.status == TO_BE_RESUMED:
         return 1 if ended.signum == signal.SIGINT else TO_BE_RESUMED, False
-    before = _settle(folder, "failed" if ended.signum is None else "interrupted")
+    before = unfinished.close(folder, "failed" if ended.signum is None else "interrupted")
     return TO_BE_RESUMED if ended.signum == signal.SIGTERM else 1, killed or before == "running"
 
 
@@ -248,24 +248,8 @@ def simulate(
 
 def _settling(folder: Path) -> list[str]:
     """Return a command that settles a run whose parent was killed."""
-    code = "import sys, pathlib; from hpcsync.cli.run import _settle; _settle(pathlib.Path(sys.argv[1]), sys.argv[2])"
+    code = "import sys, pathlib, hpcsync.run_dir.unfinished as runs; runs.close(pathlib.Path(sys.argv[1]), sys.argv[2])"
     return [sys.executable, "-c", code, str(folder.absolute()), "interrupted"]
-
-
-def _settle(folder: Path, status: str) -> str | None:
-    """Write the status of the run into its trace and status file, if the ranks could not; return that of before."""
-    from hpcsync.run_dir import layout, status_file
-    from hpcsync.trace.reader import TraceError, settle
-
-    trace = folder / layout.TRACE
-    status_file.settle(folder, status)
-    try:
-        if before := settle(trace, status):
-            print(f"hpcsync: {status}; the trace so far is {trace}", file=sys.stderr)
-            return before
-    except TraceError as error:
-        print(f"hpcsync: {error}", file=sys.stderr)
-    return None
 
 
 def show(path: Path, overrides: Sequence[str], *, load: bool) -> None:

@@ -27,7 +27,7 @@ from typing import IO, NamedTuple
 from hpcsync.system import process_cleanup
 from hpcsync.system.launch_output import Output
 from hpcsync.system.process_cleanup import MARK, NO_WILL, Will
-from hpcsync.system.signals import LISTENING, TO_BE_RESUMED
+from hpcsync.system.signals import LISTENING, TO_BE_RESUMED, listeners
 
 TIMED_OUT = 124  # as timeout(1)
 VIEWED = "HPCSYNC_VIEWED"  # environment variable of ranks whose status is shown by the process that started them
@@ -123,11 +123,14 @@ class Ended(NamedTuple):
         Signal that this process received and that ended the ranks; None if there was none.
     timed_out
         True if the time limit ended the ranks.
+    runs
+        Folders of the runs on this node that had begun to train.
     """
 
     status: int
     signum: int | None = None
     timed_out: bool = False
+    runs: tuple[Path, ...] = ()
 
 
 # ---- the command line ----
@@ -389,13 +392,14 @@ def launch(
             process_cleanup.remove_sessions(since_ns)
             process_cleanup.remove_topologies(since_ns)
         written.end(stopped, os.isatty(1) and not under_launcher())  # Open MPI gives each rank a terminal
+        runs = tuple(dict.fromkeys(listener.folder for listener in listeners(listening)))
     if timed_out:
-        return Ended(TIMED_OUT, None, True)
+        return Ended(TIMED_OUT, None, True, runs)
     signum = next((signum for signum in signums if signum != signal.SIGUSR1), None)
     status = process.returncode if process.returncode >= 0 else 128 - process.returncode
     if stopped and signum is None and status == TO_BE_RESUMED:
         status = 1  # of the ranks that were told to end because another one had
-    return Ended(128 + signum if stopped and signum and status == 0 else status, signum)
+    return Ended(128 + signum if stopped and signum and status == 0 else status, signum, runs=runs)
 
 
 @contextlib.contextmanager
@@ -428,10 +432,10 @@ def _passing_on(process: subprocess.Popen[bytes], mark: str, suspends: bool, lis
         if signum == signal.SIGUSR1:
             process.send_signal(signum)  # both MPI launchers forward it to all ranks
             return True
-        if signum != signal.SIGTERM or suspended or not (listeners := _listeners(listening)):
+        if signum != signal.SIGTERM or suspended or not (told := {listener.pid for listener in listeners(listening)}):
             return False
         suspended = True
-        for pid in (pids := _rank_0(mark) & listeners):
+        for pid in (pids := _rank_0(mark) & told):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signum)
         return bool(pids)
@@ -501,13 +505,6 @@ def _stop(process: subprocess.Popen[bytes], grace_s: float) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-def _listeners(listening: Path) -> set[int]:
-    """Return the processes that have said that they end in order on a signal."""
-    with contextlib.suppress(FileNotFoundError):
-        return {int(pid) for pid in listening.read_text().split()}
-    return set()
 
 
 def _ranks(mark: str) -> set[int]:

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 SAVING = signal.SIGUSR1  # write a checkpoint and continue
 HEARD = (signal.SIGINT, signal.SIGTERM, SAVING)
 
-LISTENING = "HPCSYNC_LISTENING"  # environment variable of ranks: file with rank 0's process id once it listens
+LISTENING = "HPCSYNC_LISTENING"  # environment variable of ranks: file of a `Listener` once rank 0 listens
 
 MPICH_PROXY = "hydra_pmi_proxy"
 
@@ -119,14 +119,29 @@ def _parent() -> str:
     return ""
 
 
-def tell_listening() -> None:
-    """Tell the process that launched the ranks that rank 0 now ends the run in order on a signal."""
+class Listener(NamedTuple):
+    """Rank 0's process, which ends the run in order on a signal, and the folder of the run."""
+
+    pid: int
+    folder: Path
+
+
+def listeners(path: Path) -> list[Listener]:
+    """Return what rank 0 has written into the file of `LISTENING`: a line for each run."""
+    with suppress(FileNotFoundError):
+        fields = [line.split(" ", 1) for line in path.read_text().splitlines()]
+        return [Listener(int(pid), Path(folder)) for pid, folder in fields]
+    return []
+
+
+def tell_listening(folder: Path) -> None:
+    """Tell the process that launched the ranks that rank 0 now ends the run in this folder in order on a signal."""
     if LISTENING in os.environ:
         with (
             suppress(OSError),
             Path(os.environ[LISTENING]).open("a") as file,
         ):  # on another host
-            file.write(f"{os.getpid()}\n")
+            file.write(f"{os.getpid()} {folder.absolute()}\n")
 
 
 class SignalListener:

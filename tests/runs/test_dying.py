@@ -108,6 +108,10 @@ DEATHS = {
         Death("dssp", "hpcsync run", told(signal.SIGINT), {"interrupted"}),
         Death("bsp", "hpcsync run", told(signal.SIGTERM), {"interrupted"}),
     ),
+    "a signal to hpcsync launch": (
+        Death("bsp", "hpcsync launch", told(signal.SIGINT), {"interrupted"}),
+        Death("gossip", "hpcsync launch", told(signal.SIGINT), {"interrupted"}),
+    ),
     "a signal to mpiexec": (
         Death("dssp", "mpiexec", told(signal.SIGTERM), {"interrupted", "running"}),
         Death("bsp", "mpiexec", told(signal.SIGINT), {"interrupted", "running"}),
@@ -132,6 +136,8 @@ def command(folder: Path, death: Death) -> list[str]:
     script.write_text(SCRIPT.format(paradigm=PARADIGMS[death.paradigm].replace("name", "paradigm")))
     if death.by == "script":
         return mpiexec(3, script)
+    if death.by == "hpcsync launch":
+        return hpcsync("launch", "-n", 3, "--", "python", script)
     if death.by == "mpiexec":
         return mpiexec(3, "-m", "mpi4py", "-m", "hpcsync", "run", job, "--out", "out")
     return hpcsync("run", job, "--out", "out")
@@ -166,6 +172,8 @@ def die(program: Program, folder: Path, death: Death) -> None:
     if death.cause is one_raises:
         assert "KeyError: 'lost'" in program.err
         assert "rank 2 failed" in program.err
+    if death.by == "hpcsync launch":  # by this process, or by rank 0 if its launcher still shows what it prints
+        assert "hpcsync: interrupted; " in program.err
     trace = load(folder / "out" / "trace.h5")
     assert trace.status in death.statuses
     rows = trace.tables["exchanges" if death.paradigm in WITHOUT_SERVER else "pushes"]

@@ -9,10 +9,9 @@ import pytest
 from rich.console import Console
 
 from hpcsync.audit import trace_audit
-from hpcsync.cli import run as front
 from hpcsync.config.errors import JobError
 from hpcsync.report.summary import summarize
-from hpcsync.run_dir import layout
+from hpcsync.run_dir import layout, unfinished
 from hpcsync.simulator.simulate import simulate
 from hpcsync.trace.reader import TraceError, load, settle
 from hpcsync.trace.writer import TraceWriter
@@ -95,6 +94,6 @@ def test_a_trace_is_read_where_nothing_can_be_written(disk: Path) -> None:
 def test_what_became_of_a_run_cannot_be_written_there(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(TraceError, match="Read-only file system") as caught:
         settle(disk / "trace.h5", "failed")
-    front._settle(disk, "failed")
+    unfinished.close(disk, "failed")
     assert capsys.readouterr().err == f"hpcsync: {caught.value}\n"
     assert len(str(caught.value).splitlines()) == 1

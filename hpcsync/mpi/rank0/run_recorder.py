@@ -15,7 +15,7 @@ import torch
 from mpi4py import MPI
 
 from hpcsync.config.errors import JobError
-from hpcsync.config.job import Job
+from hpcsync.config.job import Job, Script
 from hpcsync.core.assignments import decision_fields
 from hpcsync.core.coordinator import Coordinator
 from hpcsync.core.peer_coordinator import PeerCoordinator
@@ -27,7 +27,7 @@ from hpcsync.mpi.session_base import Given
 from hpcsync.mpi.transport.ulfm import RankFailed
 from hpcsync.mpi.transport.worker_state import WorkerStates
 from hpcsync.paradigms.records import PushInfo, StepInfo
-from hpcsync.run_dir import layout, lock
+from hpcsync.run_dir import layout, lock, unfinished
 from hpcsync.run_dir.progress_line import Progress, console, say
 from hpcsync.run_dir.scalar_log import ScalarLog
 from hpcsync.run_dir.status_file import StatusWriter
@@ -148,7 +148,7 @@ class RunRecorder(Generic[C]):
     def begin(self) -> None:
         """Announce that training begins and that rank 0 handles signals from now on."""
         say("training")
-        tell_listening()
+        tell_listening(self._given.checkpoints.folder)
 
     def chores(self, now_s: float) -> None:
         """Do quick work between decisions: flush the trace and show the progress."""
@@ -207,7 +207,9 @@ class RunRecorder(Generic[C]):
             self.trace.close(status)
         self._close(status)
         if isinstance(error, Suspended):
-            print(f"hpcsync: interrupted; use --resume to resume from {error}", file=sys.stderr)
+            is_script = isinstance(self._given.job.workload, Script)
+            how = unfinished.resumption(self._given.checkpoints.folder, is_script=is_script)
+            print(f"hpcsync: interrupted; use {how} to resume from {error}", file=sys.stderr)
         elif isinstance(error, Interrupted | RankFailed | NotWritten | JobError):
             print(f"hpcsync: {status}: {error}; the trace so far is {self.trace.path}", file=sys.stderr)
         elif not isinstance(error, KeyboardInterrupt):

@@ -1,12 +1,20 @@
 """`hpcsync launch`: any program on ranks. What a launch does otherwise is in system/test_launcher.py."""
 
 import sys
+from pathlib import Path
 
 import pytest
 
 from hpcsync.cli.app import main
+from hpcsync.run_dir import layout
+from hpcsync.run_dir.checkpoint import RUN, Checkpoints
 from hpcsync.system import launcher
 from hpcsync.system.launcher import Ended
+from hpcsync.trace import reader
+from hpcsync.trace.provenance import provenance
+from hpcsync.trace.writer import TraceWriter
+from tests.unit.jobs import make_job
+from tests.unit.run_states import run_state
 
 
 @pytest.fixture
@@ -65,3 +73,50 @@ def test_more_ranks_start_when_they_are_asked_for(
 ) -> None:
     assert status(monkeypatch, "-n", "99999", "--oversubscribe", "--", "true") == 4
     assert launches == [(99999, ["true"], None)]
+
+
+def unfinished(folder: Path) -> None:
+    """Write what killed ranks leave: a trace that is still open, and a checkpoint."""
+    folder.mkdir()
+    TraceWriter(folder / layout.TRACE, provenance(make_job(), engine="mpi", mpi_library="", hosts=["h"])).flush()
+    store = Checkpoints(folder, 2, None, shared=True)
+    store.begin(3)
+    store.write(3, RUN, run_state(make_job()))
+    store.commit(3)
+
+
+@pytest.mark.parametrize(
+    ("ended", "left"),
+    [
+        (Ended(1, 2), "interrupted"),  # Ctrl-C
+        (Ended(124, timed_out=True), "interrupted"),
+        (Ended(137), "failed"),  # a rank was killed
+        (Ended(75, 2), "running"),  # rank 0 has printed it itself
+        (Ended(0), "running"),
+    ],
+)
+def test_what_is_left_of_a_run_is_printed_with_how_to_resume_it(
+    ended: Ended, left: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    unfinished(tmp_path / "o")
+    (tmp_path / "done").mkdir()
+    (tmp_path / "done" / layout.SUMMARY).touch()  # an earlier run of the script, which has finished
+    runs = (tmp_path / "done", tmp_path / "o")
+    monkeypatch.setattr(launcher, "launch", lambda *given, **how: ended._replace(runs=runs))
+    assert status(monkeypatch, "-n", "3", "--oversubscribe", "--timeout", "9", "--", "true") == ended.status
+    printed = (
+        f"hpcsync: {left}; the trace so far is o/trace.h5\n"
+        'hpcsync: use connect(..., out="o", resume=True) to resume from o/checkpoints/3\n'
+    )
+    found = "".join(line for line in capsys.readouterr().err.splitlines(True) if "still ran" not in line)
+    assert found == ("" if left == "running" else printed)
+    assert reader.load("o/trace.h5").status == left
+
+
+def test_an_interrupted_program_without_a_run_is_said_to_be(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launcher, "launch", lambda *given, **how: Ended(130, 2))
+    assert status(monkeypatch, "-n", "3", "--oversubscribe", "--", "true") == 130
+    assert capsys.readouterr().err == "hpcsync: interrupted\n"

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from hpcsync.system import launcher, process_cleanup
-from hpcsync.system.launcher import LaunchError
+from hpcsync.system.launcher import Ended, LaunchError
 
 RANKS = ("OMPI_", "PMI", "SLURM_", "PRTE_", "MPI", "PBS_", "HPCSYNC_")
 
@@ -183,7 +183,7 @@ def test_a_launch_prints_its_command_line_and_ends_like_its_ranks(
     line, _, out = capfd.readouterr().out.partition("\n")
     assert line.startswith(f"starting 2 ranks: {mpiexec} -n 2 {sys.executable} -c ")
     # Two processes write at once: what each writes may come between the other's words and their end of line.
-    assert (sorted(re.findall(r"r\d", out)), ended) == (["r0", "r1"], (0, None, False))
+    assert (sorted(re.findall(r"r\d", out)), ended) == (["r0", "r1"], Ended(0))
     assert launcher.launch(2, ["python", "-c", "import os; exit(3 * int(os.environ['PMI_RANK']))"]).status == 3
 
 
@@ -264,7 +264,7 @@ def note(signum, frame):
 for signum in (signal.SIGTERM, signal.SIGUSR1):
     signal.signal(signum, note)
 if os.environ["listens"] == "True":
-    tell_listening()
+    tell_listening(pathlib.Path("o"))
 pathlib.Path(f"ready-{rank}").touch()
 while not os.path.exists("over"):
     time.sleep(0.01)
@@ -288,7 +288,8 @@ def test_sigterm_goes_to_rank_0_alone_once_it_listens(
     out, _ = front.communicate(timeout=10)
     told = sorted(path.name for path in tmp_path.glob("15-*"))
     assert told == (["15-0"] if suspends and listens else ["15-0", "15-1"])
-    assert "Ended(status=75, signum=15, timed_out=False)" in out
+    assert "Ended(status=75, signum=15, timed_out=False, runs=" in out
+    assert (f"PosixPath('{tmp_path}/o')" in out) == listens
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells the launcher on Linux only")
