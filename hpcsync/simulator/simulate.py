@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
 from hpcsync.core.assignments import create_paradigm, decision_fields
 from hpcsync.core.coordinator import Coordinator, Recorder
@@ -130,7 +131,7 @@ def _simulate(
                 trace.close(status)
         if scalars is not None:
             scalars.close(status)
-        if status == "failed" and not isinstance(error, NotWritten):
+        if status == "failed" and not isinstance(error, NotWritten | JobError):
             traceback.print_exc()
         so_far = "" if trace is None else f"; the trace so far is {path}"
         print(f"hpcsync: {status}: {error}{so_far}", file=sys.stderr)

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import signal
 
 import pytest
@@ -128,6 +129,14 @@ def test_an_exception_of_the_workload_is_a_failure(tmp_path, monkeypatch, capsys
     assert "KeyError: 'lost'" in said
     assert f"hpcsync: failed: 'lost'; the trace so far is {tmp_path / 'out' / 'trace.h5'}" in said
     assert load(tmp_path / "out" / "trace.h5").status == "failed"
+
+
+def test_a_run_that_diverges_is_stopped_with_one_line(tmp_path, capsys):
+    diverging = job(optimizer={"name": "sgd", "lr": 1e200}, stop={"updates": 60, "on_nan": "stop"})
+    status, _ = run(diverging, tmp_path / "out")
+    assert status == 1
+    printed = capsys.readouterr().err
+    assert re.fullmatch(r"hpcsync: failed: worker \d, .*: the loss is not finite; the trace so far is \S+\n", printed)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
