@@ -24,6 +24,14 @@ if TYPE_CHECKING:
     from hpcsync.trace.reader import Trace
 
 
+class BudgetSpent(Exception):
+    """The budget was spent before a trial ended; the message says how far it is."""
+
+    def __init__(self, about: str, n_done: int, n: int) -> None:
+        are = "run is" if n == 1 else "runs are"
+        super().__init__(f"The budget was spent in {about}: {n_done} of {n} {are} done; the same command resumes.")
+
+
 class Trials:
     """Simulations of candidates for a job.
 
@@ -132,12 +140,25 @@ class Trials:
         return file
 
     def run(
-        self, number: int, every: Sequence[Trained], seeds: Sequence[int], limit_s: float
-    ) -> dict[Trained, dict[int, Summary]] | None:
-        """Simulate what is missing of a trial; return its summaries, or None if the budget was spent before.
+        self, number: int, every: Sequence[Trained], seeds: Sequence[int], limit_s: float, about: str = ""
+    ) -> dict[Trained, dict[int, Summary]]:
+        """Simulate what is missing of a trial; return its summaries.
+
+        Parameters
+        ----------
+        number
+            Number of the trial, the first is 1.
+        every, seeds
+            Each candidate is trained with each seed.
+        limit_s
+            Virtual seconds of a run.
+        about
+            Part of the trial, in words.
 
         Raises
         ------
+        BudgetSpent
+            If the budget is spent before.
         JobError
             If a simulation fails.
         """
@@ -152,20 +173,21 @@ class Trials:
                     todo[folder] = job
         n = sum(map(len, places.values()))
         n_labels = len({trained.label for trained in every})
-        print(f"trial {number}: {n_labels} candidates, {n} runs, {n - len(todo)} finished already", file=sys.stderr)
-        if not self._simulate(todo, f"trial {number}"):
-            return None
+        name, before = f"trial {number}{', ' * bool(about)}{about}", n - len(todo)
+        print(f"{name}: {_of(n_labels, 'candidate')}, {_of(n, 'run')}, {before} finished already", file=sys.stderr)
+        self._simulate(todo, name, before)
         return {
             trained: {seed: finished_runs.read(folder).summary for seed, folder in of_seeds.items()}
             for trained, of_seeds in places.items()
         }
 
-    def _simulate(self, todo: Mapping[Path, Job], about: str) -> bool:
-        """Simulate jobs, several at a time; return whether all are done, False once the budget is spent."""
+    def _simulate(self, todo: Mapping[Path, Job], about: str, n_before: int) -> None:
+        """Simulate jobs, several at a time; `n_before` others of the trial are done. May raise BudgetSpent."""
         from rich.console import Console
         from rich.progress import track
 
         left_s = None if self._until_s is None else self._until_s - time.monotonic()
+        n_done = 0
         pool = ProcessPoolExecutor(self._at_once, multiprocessing.get_context("spawn"))
         try:
             futures = {pool.submit(simulate_one, job, folder, str(self._path)): folder for folder, job in todo.items()}
@@ -174,16 +196,16 @@ class Trials:
             for future in track(ended, about, len(futures), console=shown, disable=not shown.is_terminal):
                 if future.result() != 0:
                     raise JobError(f"advise: {futures[future]}: the simulation failed, see {futures[future]}.log")
+                n_done += 1
                 self.n_simulated += 1
         except TimeoutError:
-            return False
+            raise BudgetSpent(about, n_before + n_done, n_before + len(todo)) from None
         except BrokenProcessPool:
             raise JobError(f"advise: {about}: a process that simulates was killed: out of memory?") from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
             for process in multiprocessing.active_children():
                 process.terminate()
-        return True
 
 
 def simulate_one(job: Job, folder: Path, path: str) -> int:
@@ -202,6 +224,10 @@ def simulate_one(job: Job, folder: Path, path: str) -> int:
     with folder.with_name(f"{folder.name}.log").open("w", encoding="utf-8") as log:
         with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
             return simulate(job, folder, Console(file=log))
+
+
+def _of(n: int, what: str) -> str:
+    return f"{n} {what}{'s' * (n != 1)}"
 
 
 def _finished(folder: Path, job: Job) -> bool:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcsync.cli.advice_candidates import Trained, best_rates, candidate, further, label_of, stem
-from hpcsync.cli.advice_trials import Trials
+from hpcsync.cli.advice_trials import BudgetSpent, Trials
 from hpcsync.config import job as jobs
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job, Script
@@ -25,7 +25,9 @@ from hpcsync.planning.candidates import RATES, Candidate, candidates, kept
 from hpcsync.system.signals import Interrupted, interrupt, on_signals
 
 if TYPE_CHECKING:
+    from hpcsync.report.advice import Trial
     from hpcsync.report.summary import Summary
+    from hpcsync.report.variants import Variants
     from hpcsync.trace.reader import Trace
 
 SHARES = (1 / 9, 1 / 3, 1.0)  # of the virtual time of a trial
@@ -53,9 +55,9 @@ class Asked(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Summaries by seed of each label in one trial."""
+    """Trial that has ended, and the summaries by seed of each candidate with its best rate."""
 
-    share: float
+    trial: Trial
     summaries: dict[Trained, dict[int, Summary]]
 
 
@@ -133,6 +135,7 @@ class _Adviser:
     def advise(self) -> int:
         """Carry out the trials, print the advice and write it."""
         from hpcsync.report import variants
+        from hpcsync.report.advice import Trial
 
         limit_s, iteration_s, link_share = self._limit_s()
         field = self._field(limit_s, iteration_s, link_share)
@@ -143,27 +146,27 @@ class _Adviser:
         reference = next((name for name in REFERENCES if any(each.label == name for each in field)), None)
         order = [each.label for each in field]
         every = [each._replace(factor=factor) for each in field for factor in RATES]
-        last: Found | None = None
-        for n, share in enumerate(SHARES):
-            is_last = n == len(SHARES) - 1
-            begin, n_seeds = (first, self._asked.seeds) if is_last else (first + FIRST_SEED, TRIAL_SEEDS[n])
-            seeds = range(begin, begin + n_seeds)
-            found = self._trials.run(n + 1, every, seeds, share * limit_s)
-            while n == 0 and found is not None and (rates := further(found, len(seeds))):
-                more = self._trials.run(1, rates, seeds, share * limit_s)
-                found = None if more is None else found | more
-            if found is None:
-                break
-            last = Found(share, found)
-            self._note(n + 1, share * limit_s, found, len(seeds))
-            if not is_last:
-                every = self._best(found, KEPT[n], len(seeds), reference)
+        last, spent = None, ""
+        try:
+            for n, share in enumerate(SHARES):
+                is_last = n == len(SHARES) - 1
+                begin, n_seeds = (first, self._asked.seeds) if is_last else (first + FIRST_SEED, TRIAL_SEEDS[n])
+                seeds = range(begin, begin + n_seeds)
+                found = self._trials.run(n + 1, every, seeds, share * limit_s)
+                while n == 0 and (rates := further(found, n_seeds)):
+                    found |= self._trials.run(1, rates, seeds, share * limit_s, "further learning rates")
+                best = [trained for _, trained in best_rates(found, n_seeds).values()]
+                last = Found(Trial(n + 1, share, limit_s, n_seeds), {trained: found[trained] for trained in best})
+                self._note(last)
+                if not is_last:
+                    every = self._best(last, KEPT[n], reference)
+        except BudgetSpent as error:
+            spent = str(error)
         if last is None:
-            print("hpcsync: the budget was spent before the first trial ended", file=sys.stderr)
+            print(f"hpcsync: {spent}", file=sys.stderr)
             return 1
-        chosen = {trained.label: trained for trained in last.summaries}
         compared = variants.compare({trained.label: runs for trained, runs in last.summaries.items()})
-        return self._say(compared, chosen, order, reference, last, limit_s)
+        return self._say(compared, order, reference, last, spent)
 
     def _field(self, limit_s: float, iteration_s: float, link_share: float) -> list[Trained]:
         """Return the candidates that suit the job and every trial; note the others with the reason."""
@@ -222,71 +225,51 @@ class _Adviser:
             limits.append(stop.updates * iteration_s)
         return min(limits), iteration_s, 1 - computing_s / iteration_s if iteration_s else 0.0
 
-    def _best(
-        self, found: Mapping[Trained, Mapping[int, Summary]], least: int, n_seeds: int, reference: str | None
-    ) -> list[Trained]:
-        """Return the best third of the candidates, each with its best rate, and the reference."""
-        best = best_rates(found, n_seeds)
-        labels = list(best)
-        places = kept([best[label][0] for label in labels], least)
-        chosen = [labels[place] for place in sorted(places)]
+    def _best(self, found: Found, least: int, reference: str | None) -> list[Trained]:
+        """Return the best third of the candidates, and the reference."""
+        from hpcsync.report.variants import merit
+
+        labels = {trained.label: trained for trained in found.summaries}
+        merits = [merit(runs.values(), found.trial.n_seeds) for runs in found.summaries.values()]
+        chosen = [list(labels)[place] for place in sorted(kept(merits, least))]
         if reference is not None and reference not in chosen:
             chosen.insert(0, reference)
-        return [best[label][1] for label in chosen]
+        return [labels[label] for label in chosen]
 
-    def _note(self, number: int, limit_s: float, found: Mapping[Trained, Mapping[int, Summary]], n_seeds: int) -> None:
+    def _note(self, found: Found) -> None:
         """Keep what each candidate did in a trial with its best rate, for `advice.json`."""
         from hpcsync.report.advice import trial_numbers
 
-        rows = []
-        for label, (_, trained) in best_rates(found, n_seeds).items():
-            folder = f"trial-{number}/{stem(trained)}"
-            rows.append(
-                {
-                    "label": label,
-                    "lr_factor": trained.factor,
-                    "folder": folder,
-                    **trial_numbers(found[trained]),
-                }
-            )
-        self._noted.append({"limit_s": limit_s, "candidates": rows})
+        rows = [
+            {
+                "label": trained.label,
+                "lr_factor": trained.factor,
+                "folder": f"trial-{found.trial.number}/{stem(trained)}",
+                **trial_numbers(runs),
+            }
+            for trained, runs in found.summaries.items()
+        ]
+        self._noted.append({"limit_s": found.trial.share * found.trial.limit_s, "candidates": rows})
 
-    def _say(
-        self,
-        compared: Any,
-        chosen: Mapping[str, Trained],
-        order: Sequence[str],
-        reference: str | None,
-        last: Found,
-        limit_s: float,
-    ) -> int:
+    def _say(self, compared: Variants, order: Sequence[str], reference: str | None, last: Found, spent: str) -> int:
+        """Print what came of the last trial that ended, and write it; `spent` says how the budget ended the advice."""
         from rich.console import Console
 
         from hpcsync.report import advice as reports
 
         advice = reports.conclude(compared, order)
-        lines = []
-        if advice.advised is None:
-            lines.append(f"No candidate reached {compared.target or 'the target'} with every seed: none is advised.")
-        else:
-            lines.append(f"Train with {advice.advised}.")
-            if len(advice.alike) > 1:
-                others = ", ".join(label for label in advice.alike if label != advice.advised)
-                lines.append(f"Indistinguishable from it: {others}.")
-            if reference is not None and advice.advised != reference and reference in chosen:
-                runs = {trained.label: found for trained, found in last.summaries.items()}
-                lines.append(reports.why(runs[advice.advised], runs[reference], reference))
-        if last.share < 1:
-            lines.append(
-                f"The budget was spent: this is the trial with {100 * last.share:.0f} % of the time, "
-                f"whose seeds have chosen the rates."
-            )
+        chosen = {trained.label: trained for trained in last.summaries}
+        lines = reports.verdict(advice, compared.target, last.trial)
+        if reference not in (None, advice.advised) and advice.advised is not None and reference in chosen:
+            runs = {trained.label: found for trained, found in last.summaries.items()}
+            lines.append(reports.why(runs[advice.advised], runs[reference], reference))
+        lines += [spent] if spent else []
         lines += self._unknown()
         factors = {label: trained.factor for label, trained in chosen.items()}
         job_file: Path | None = None
         predicted: dict[str, float] = {}
         if advice.advised is not None:
-            predicted, said = self._predict(chosen[advice.advised], last, limit_s)
+            predicted, said = self._predict(chosen[advice.advised], last)
             lines.append(said)
             job_file = self._out / "advised.toml"
             advised = self._advised(chosen[advice.advised], predicted)
@@ -299,8 +282,8 @@ class _Adviser:
             "lines": lines,
             "workers": self._job.cluster.workers,
             "measured_workers": None if self._trace is None else self._trace.n_workers,
-            "limit_s": limit_s,
-            "share": last.share,
+            "limit_s": last.trial.limit_s,
+            "share": last.trial.share,
             "times": "the job's cluster" if self._trace is None else str(self._trace.path),
             "lr_factors": factors,
             "predicted": predicted,
@@ -322,15 +305,17 @@ class _Adviser:
                 console.print(line, soft_wrap=True)
         return 0 if advice.advised is not None else 1
 
-    def _predict(self, trained: Trained, last: Found, limit_s: float) -> tuple[dict[str, float], str]:
+    def _predict(self, trained: Trained, last: Found) -> tuple[dict[str, float], str]:
         """Return the prediction for what is advised, and a sentence that says it."""
         from hpcsync.report.advice import prediction
 
         runs, by, why = None, "with seeds that have not chosen it", "the budget was spent"
         begin, number = self._job.seed + FURTHER_SEED, len(SHARES) + 1
-        if last.share == 1:
+        if last.trial.share == 1:
             try:
-                runs = self._trials.run(number, [trained], range(begin, begin + self._asked.seeds), limit_s)
+                runs = self._trials.run(number, [trained], range(begin, begin + self._asked.seeds), last.trial.limit_s)
+            except BudgetSpent as spent:
+                print(f"hpcsync: {spent}", file=sys.stderr)
             except JobError as error:
                 why = f"trial {number} failed"
                 print(f"hpcsync: {error}", file=sys.stderr)

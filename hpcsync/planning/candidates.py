@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,7 +68,7 @@ def candidates(n_workers: int, iteration_s: float, link_share: float = 0.0) -> l
     return [*found[:2], *by_speed, *found[2:], *(compressed if link_share >= LINK_SHARE else [])]
 
 
-def kept(merits: list[tuple[float, ...]], least: int) -> list[int]:
+def kept(merits: Sequence[tuple[float, ...]], least: int) -> list[int]:
     """Return the places of the best third, at least so many, in the order of the merits.
 
     Parameters

@@ -12,7 +12,30 @@ from hpcsync.report.summary import Summary
 from hpcsync.report.variants import Row, Variants
 
 MARGIN = 0.05  # of the fastest one's time: what a simpler candidate may cost
+TIMED = ("to the target", "time (s)", "behind (s)", "fastest")  # title and columns of a table
+UNTIMED = ("by loss", "arrived", "loss")
 CHANCE = 0.02  # probability of being the fastest below which a candidate is told from the fastest
+
+
+class Trial(NamedTuple):
+    """Trial that has ended.
+
+    Attributes
+    ----------
+    number
+        Its number; the first is 1.
+    share
+        Share of its virtual time in that of the last trial.
+    limit_s
+        Virtual time of the last trial.
+    n_seeds
+        Number of its seeds.
+    """
+
+    number: int
+    share: float
+    limit_s: float
+    n_seeds: int
 
 
 class Advice(NamedTuple):
@@ -26,7 +49,7 @@ class Advice(NamedTuple):
         Labels of candidates that cannot be told from the fastest, in the order of the candidates, which is from simple
         to intricate. `advised` is one of them, see `simplest`.
     ranking
-        Rows of the last trial, the fastest first.
+        Rows of the last trial, the fastest first; those without a time by arrivals, then by loss.
     """
 
     advised: str | None
@@ -47,7 +70,7 @@ def conclude(found: Variants, order: Sequence[str]) -> Advice:
     order
         Labels from simple to intricate.
     """
-    ranking = sorted(found.rows, key=lambda row: float("inf") if row.time_s is None else row.time_s.mean)
+    ranking = sorted(found.rows, key=_place)
     if found.fastest is None:
         return Advice(None, (), tuple(ranking))
     alike = {found.fastest}
@@ -59,6 +82,11 @@ def conclude(found: Variants, order: Sequence[str]) -> Advice:
     ordered = tuple(label for label in order if label in alike)
     means = {row.label: row.time_s.mean for row in ranking if row.time_s is not None}
     return Advice(simplest(ordered, means), ordered, tuple(ranking))
+
+
+def _place(row: Row) -> tuple[float, int, float]:
+    loss = math.inf if row.loss is None or math.isnan(row.loss) else row.loss
+    return math.inf if row.time_s is None else row.time_s.mean, -row.arrived, loss
 
 
 def simplest(alike: Sequence[str], means: Mapping[str, float]) -> str:
@@ -123,6 +151,36 @@ def trial_numbers(runs: Mapping[int, Summary]) -> dict[str, Any]:
     }
 
 
+def verdict(advice: Advice, target: str | None, trial: Trial) -> list[str]:
+    """Return sentences that say what is advised, if anything.
+
+    Parameters
+    ----------
+    advice
+        The advice.
+    target
+        Target of the job in words.
+    trial
+        Trial from which the advice follows: the last one, or one before in which the budget was spent.
+    """
+    target, percent = target or "the target", 100 * trial.share
+    if advice.advised is None and trial.share == 1:
+        return [f"No candidate reached {target} with every seed: none is advised."]
+    if advice.advised is None:
+        return [
+            f"Too early for an advice: in trial {trial.number}, with {percent:.0f} % of the time, no candidate reached "
+            f"{target}{' with every seed' * (trial.n_seeds > 1)}.",
+            f"The ranking is provisional, by the loss after {trial.share * trial.limit_s:.3g} of {trial.limit_s:.3g} "
+            "virtual s.",
+        ]
+    lines = [f"Train with {advice.advised}."]
+    if others := [label for label in advice.alike if label != advice.advised]:
+        lines.append(f"Indistinguishable from it: {', '.join(others)}.")
+    if trial.share < 1:
+        lines.append(f"This is trial {trial.number}, with {percent:.0f} % of the time, whose seeds chose the rates.")
+    return lines
+
+
 def why(advised: Mapping[int, Summary], reference: Mapping[int, Summary], name: str) -> str:
     """Return one sentence: how many samples a second it trains, and how many it needs, beside a reference.
 
@@ -148,7 +206,7 @@ def why(advised: Mapping[int, Summary], reference: Mapping[int, Summary], name: 
 
 
 def table(advice: Advice, factors: Mapping[str, float]) -> Table:
-    """Return the ranking as a table.
+    """Return the ranking as a table, by time, or by loss if no candidate has a time.
 
     Parameters
     ----------
@@ -157,17 +215,22 @@ def table(advice: Advice, factors: Mapping[str, float]) -> Table:
     factors
         Factor of the job's learning rate that each candidate trained with, by label.
     """
-    shown = Table(box=None, pad_edge=False, title="to the target", title_justify="left")
+    timed = any(row.time_s for row in advice.ranking)
+    title, *columns = TIMED if timed else UNTIMED
+    shown = Table(box=None, pad_edge=False, title=title, title_justify="left")
     shown.add_column("candidate")
-    for column in ("time (s)", "behind (s)", "fastest", "samples/s", "lr x"):
+    for column in (*columns, "samples/s", "lr x"):
         shown.add_column(column, justify="right")
     for row in advice.ranking:
-        mark = " *" if row.label in advice.alike else ""
+        arrived = f"{row.arrived} of {row.runs}"
+        if timed:
+            chance = "" if row.fastest is None else f"{100 * row.fastest:.0f} %"
+            cells = [_words(row.time_s) if row.time_s else arrived, _words(row.behind_s), chance]
+        else:
+            cells = [arrived, "" if row.loss is None else f"{row.loss:.4g}"]
         shown.add_row(
-            row.label + mark,
-            _words(row.time_s) if row.time_s else f"{row.arrived} of {row.runs}",
-            _words(row.behind_s),
-            "" if row.fastest is None else f"{100 * row.fastest:.0f} %",
+            row.label + " *" * (row.label in advice.alike),
+            *cells,
             "" if row.samples_per_s is None else f"{row.samples_per_s:,.0f}",
             f"{factors[row.label]:g}",
         )

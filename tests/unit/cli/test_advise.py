@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 import sys
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
@@ -169,26 +170,58 @@ def test_every_candidate_has_the_same_rates_and_more_while_the_best_is_at_an_end
     assert all(len(factors[label]) == 5 or min(f) < chosen[label] < max(f) for label, f in factors.items())
 
 
-def test_a_budget_ends_it_with_what_is_known(job, tmp_path, capsys, monkeypatch):
-    asked = Asked(paradigms=("bsp", "asp"), out=tmp_path / "out", budget_s=1e-9)
-    monkeypatch.setattr(
-        advice_trials, "as_completed", lambda futures, left_s: _late() if futures and left_s is not None else futures
-    )
+def spent_in(monkeypatch, folder, n_done=0):
+    """Let the budget be spent once so many simulations in this folder are done."""
+
+    def ended(futures, left_s):
+        for future, path in futures.items():
+            if left_s is not None and folder in path.parts and list(futures).index(future) == n_done:
+                raise TimeoutError
+            yield future
+
+    monkeypatch.setattr(advice_trials, "as_completed", ended)
+
+
+def test_a_budget_that_ends_within_the_first_trial_says_how_far_it_is(job, tmp_path, capsys, monkeypatch):
+    asked = Asked(paradigms=("bsp", "asp"), out=tmp_path / "out", budget_s=9e9)
+    spent_in(monkeypatch, "trial-1", 2)
     assert main(job, asked) == 1
-    assert "the budget was spent before the first trial ended" in capsys.readouterr().err
-    main(job, asked._replace(budget_s=None))
-    for folder in (tmp_path / "out" / "trial-3").glob("*/*/summary.json"):
-        folder.unlink()
-    capsys.readouterr()
+    said = capsys.readouterr()
+    assert "The budget was spent in trial 1: 2 of 6 runs are done; the same command resumes." in said.err
+    assert not said.out
+
+
+def test_a_budget_ends_it_with_what_is_known(job, tmp_path, capsys, monkeypatch):
+    asked = Asked(paradigms=("bsp", "asp"), out=tmp_path / "out", budget_s=9e9)
+    spent_in(monkeypatch, "trial-3", 1)
     assert main(job, asked) == 0
     said = capsys.readouterr().out
-    assert "The budget was spent: this is the trial with 33 % of the time" in said
+    assert "This is trial 2, with 33 % of the time, whose seeds chose the rates." in said
+    assert "The budget was spent in trial 3: 1 of 6 runs are done; the same command resumes." in said
     assert "with the seeds that have chosen it, hence too early" in said
+    assert main(job, asked._replace(budget_s=None)) == 0
+    assert "The budget" not in capsys.readouterr().out, "control"
 
 
-def _late():
-    raise TimeoutError
-    yield
+def test_a_budget_that_ends_before_any_candidate_could_arrive_leaves_a_ranking_by_loss(
+    job, tmp_path, capsys, monkeypatch
+):
+    short = ["stop={target_loss = 1e-9, samples = 3000}"]
+    asked = Asked(paradigms=("bsp", "asp", "easgd"), overrides=short, out=tmp_path / "out", budget_s=9e9)
+    spent_in(monkeypatch, "trial-2", 3)
+    assert main(job, asked) == 1
+    said = capsys.readouterr().out
+    assert "Too early for an advice: in trial 1, with 11 % of the time, no candidate reached loss 1e-09." in said
+    assert re.search(r"The ranking is provisional, by the loss after [\d.]+ of [\d.]+ virtual s\.", said)
+    assert "The budget was spent in trial 2: 3 of 6 runs are done; the same command resumes." in said
+    assert "none is advised" not in said
+    found = advised(tmp_path / "out")
+    losses = [row["loss"] for row in found["ranking"]]
+    assert losses == sorted(losses) and len(set(losses)) == 3
+    of_best = {row["label"]: (row["lr_factor"], row["loss"]) for row in found["trials"][0]["candidates"]}
+    assert {row["label"]: (found["lr_factors"][row["label"]], row["loss"]) for row in found["ranking"]} == of_best
+    assert main(job, asked._replace(budget_s=None)) == 1
+    assert "No candidate reached loss 1e-09 with every seed: none is advised." in capsys.readouterr().out, "control"
 
 
 def test_what_fails_in_the_last_trial_leaves_the_advice(job, tmp_path, capsys, monkeypatch):

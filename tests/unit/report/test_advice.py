@@ -1,22 +1,33 @@
 """What is advised: the simplest of those that cannot be told from the fastest, and one sentence why."""
 
+import io
+import math
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
-from hpcsync.report.advice import conclude, prediction, simplest, why
+from hpcsync.report.advice import conclude, prediction, simplest, table, why
 from hpcsync.report.variants import compare
 
 ORDER = ["allreduce", "bsp", "asp", "gossip"]
 
 
-def runs(*times_s, samples_per_s=100.0):
+def runs(*times_s, samples_per_s=100.0, loss=1.0):
     """Summaries by seed, of runs that reach the target at these times; None: not at all."""
-    numbers = dict.fromkeys(("wait_share", "staleness_mean", "wire_bytes", "final_accuracy", "final_loss"), 1.0)
+    numbers = dict.fromkeys(("wait_share", "staleness_mean", "wire_bytes", "final_accuracy"), 1.0)
     return {
-        seed: SimpleNamespace(time_to_target_s=time_s, samples_per_s=samples_per_s, target="loss 0.3", **numbers)
+        seed: SimpleNamespace(
+            time_to_target_s=time_s, samples_per_s=samples_per_s, final_loss=loss, target="loss 0.3", **numbers
+        )
         for seed, time_s in enumerate(times_s)
     }
+
+
+def shown(what):
+    console = Console(file=io.StringIO(), width=80)
+    console.print(what)
+    return console.file.getvalue()
 
 
 def test_the_simplest_of_those_that_cannot_be_told_apart_is_advised():
@@ -57,6 +68,17 @@ def test_who_misses_the_target_once_is_not_advised_and_without_any_nobody_is():
     advice = conclude(compare({"bsp": runs(1.0, 1.0, None), "asp": runs(9.0, 9.1, 9.2)}), ORDER)
     assert (advice.advised, advice.ranking[-1].label) == ("asp", "bsp")
     assert conclude(compare({"bsp": runs(None, None, None)}), ORDER).advised is None
+
+
+def test_without_any_time_the_loss_ranks_them():
+    losses = {"bsp": 0.5, "asp": math.nan, "gossip": 0.2}
+    none = {label: runs(None, None, None, loss=loss) for label, loss in losses.items()}
+    advice = conclude(compare(none), ORDER)
+    assert [row.label for row in advice.ranking] == ["gossip", "bsp", "asp"]
+    words = shown(table(advice, dict.fromkeys(none, 1.0)))
+    assert "by loss" in words and "behind" not in words
+    timed = conclude(compare({"bsp": runs(1.0), "asp": runs(None)}), ORDER)
+    assert "behind" in shown(table(timed, {"bsp": 1.0, "asp": 1.0})), "control"
 
 
 def test_why_is_speed_and_need():
