@@ -102,7 +102,7 @@ class _Adviser:
         self._asked = asked
         declared = jobs.load(path, asked.overrides)
         self._job = declared if n_workers is None else _of_workers(declared, n_workers, asked.measured is not None)
-        _refuse(self._job)
+        _refuse(self._job, measured=asked.measured is not None)
         import_beside(path)
         self._out = asked.out or Path("runs") / f"{self._job.name}-advice"
         if n_workers is not None:
@@ -204,7 +204,7 @@ class _Adviser:
         """
         from hpcsync.simulator.measured_time import updates_s
 
-        error: JobError | None = None
+        refusals: list[str] = []
         for name in REFERENCES:
             table = self._trials.table(Trained(name, Candidate({"name": name})), self._job.seed, 1e9)
             try:
@@ -212,10 +212,11 @@ class _Adviser:
                 table["cluster"].pop("network", None)  # what remains is computing
                 computing_s = updates_s(Job.from_table(table), MEASURED_UPDATES)
                 break
-            except JobError as refused:
-                error = refused
+            except JobError as error:
+                refusals.append(str(error))
         else:
-            raise JobError(f"advise: neither {' nor '.join(REFERENCES)} can be simulated: {error}")
+            neither = f"advise: neither {' nor '.join(REFERENCES)} can be simulated: "
+            raise JobError(refusals[0] if len(set(refusals)) == 1 else neither + "; ".join(refusals))
         stop = self._job.stop
         assert not isinstance(self._job.workload, Script)
         limits = [] if stop.seconds is None else [stop.seconds]
@@ -382,12 +383,14 @@ def _states_scale(path: Path, overrides: Sequence[str]) -> bool:
     return "async_lr_scale" in given or any("async_lr_scale" in text for text in overrides)
 
 
-def _refuse(job: Job) -> None:
+def _refuse(job: Job, *, measured: bool) -> None:
     """Raise JobError for a job on which there can be no advice."""
     if isinstance(job.workload, Script):
         raise JobError("advise: must be of a job with a workload, which can be simulated; a script cannot")
     if job.cluster.workers < 2:
         raise JobError(f"cluster.workers = {job.cluster.workers}: must be at least 2 for an advice")
+    if job.cluster.compute is None and job.cluster.times_from is None and not measured:
+        raise JobError("cluster.compute: missing; give it, or the times of a run (--from RUN)")
     stop = job.stop
     if stop.target_accuracy is None and stop.target_loss is None:
         raise JobError("stop: must have target_accuracy or target_loss for an advice: the time to it is compared")

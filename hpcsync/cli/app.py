@@ -305,7 +305,7 @@ def advise(
     ] = 3,
     budget: Annotated[
         float | None,
-        typer.Option(metavar="SECONDS", min=1.0, help="End after this time with the last complete trial.", show_default=False),
+        typer.Option(metavar="SECONDS", min=1.0, help="End with the last trial that is complete.", show_default=False),
     ] = None,
     at_once: Annotated[int, typer.Option("--jobs", metavar="N", min=1, help="Simulations at the same time.")] = 1,
     overrides: Overrides = None,

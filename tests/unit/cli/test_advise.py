@@ -260,6 +260,9 @@ def test_a_simulation_whose_process_is_killed_is_told_in_one_line(job, tmp_path,
         ("stop={samples = 9}", "stop: must have target_accuracy or target_loss"),
         ("stop={target_loss = 0.3}", "stop: must have samples, updates or seconds"),
         ("evaluation.every_samples=0", "evaluation.every_samples = 0: must be"),
+        ("cluster={workers = 3}", r"^cluster.compute: missing; give it, or the times of a run \(--from RUN\)$"),
+        ("optimizer.lrr=3", "^optimizer.lrr = 3: must be"),
+        ("workload.batch_size=100000", "^workload.batch_size = 100000: must be"),
     ],
 )
 def test_what_cannot_be_advised_on_is_refused_in_one_line(job, tmp_path, override, message):
