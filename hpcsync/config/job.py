@@ -18,6 +18,7 @@ from pydantic import Field, TypeAdapter, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from hpcsync.config import compression as compression_options
+from hpcsync.config import torch_optimizers
 from hpcsync.config.base import Count, Positive, Table, matching
 from hpcsync.config.batches import Batches
 from hpcsync.config.checkpoint import Checkpoint
@@ -413,6 +414,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), ranks: int | None = No
     job = Job.from_table(table)
     if isinstance(job.workload, Script):
         raise JobError(f'workload.name = "script": must be one of {", ".join(KINDS["workload"])}')
+    torch_optimizers.check(job.optimizer)
     workload = job.workload.found(path.parent) if isinstance(job.workload, Cifar) else job.workload
     return job.model_copy(update={"workload": workload, "cluster": job.cluster.found(path.parent)})
 

@@ -10,14 +10,15 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from hpcsync.config.errors import JobError, did_you_mean, shown
+from hpcsync.config import torch_optimizers
+from hpcsync.config.errors import JobError, shown
 from hpcsync.config.job import Job, Script, refuse_unevaluated
 from hpcsync.config.workloads import Timing
 from hpcsync.paradigms.stanza import StanzaOptions
 from hpcsync.training import compressor
 from hpcsync.training.flat_model import flat_dtype, trainable
 from hpcsync.training.model_split import ModelSplit, check_cut, cut
-from hpcsync.training.optimizers import ELEMENTWISE, IMPLEMENTATION, OptimizerSpec
+from hpcsync.training.optimizers import ELEMENTWISE, OptimizerSpec
 from hpcsync.training.sampler import fetch, whole_batches
 from hpcsync.workloads.registry import Workload, build
 
@@ -33,18 +34,11 @@ def optimizer_spec(job: Job) -> OptimizerSpec:
         If torch does not have the name or an option, or a server cannot run it.
     """
     settings = job.optimizer
-    if settings.name not in ELEMENTWISE:
-        hint = did_you_mean(settings.name, ELEMENTWISE)
-        raise JobError(
-            f"optimizer.name = {shown(settings.name)}: must be one of {', '.join(sorted(ELEMENTWISE))}{hint}"
-        )
-    cls = ELEMENTWISE[settings.name]
-    parameters = list(inspect.signature(cls).parameters.values())[2:]
-    defaults = {each.name: each.default for each in parameters if each.name not in IMPLEMENTATION}
+    torch_optimizers.check_name(settings)
+    parameters = list(inspect.signature(ELEMENTWISE[settings.name]).parameters.values())[2:]
+    defaults = {each.name: each.default for each in parameters if each.name not in torch_optimizers.IMPLEMENTATION}
+    torch_optimizers.check_options(settings, defaults)
     for key, value in settings.options.items():
-        if key not in defaults:
-            hint = did_you_mean(key, defaults)
-            raise JobError(f"optimizer.{key} = {shown(value)}: must be an option of torch.optim.{cls.__name__}{hint}")
         if (must := _unlike(value, defaults[key])) is not None:
             raise JobError(f"optimizer.{key} = {shown(value)}: must be {must}")
     spec = OptimizerSpec.of_job(job)

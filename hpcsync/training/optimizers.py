@@ -17,28 +17,11 @@ import numpy as np
 import torch
 
 from hpcsync.config.job import Job
+from hpcsync.config.torch_optimizers import CLASSES
 from hpcsync.state import Stateful
 from hpcsync.training.deferred_dynamo import defer
 
-ELEMENTWISE: dict[str, type[torch.optim.Optimizer]] = {
-    cls.__name__.lower(): cls
-    for cls in (
-        torch.optim.ASGD,
-        torch.optim.Adadelta,
-        torch.optim.Adagrad,
-        torch.optim.Adam,
-        torch.optim.AdamW,
-        torch.optim.Adamax,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.RMSprop,
-        torch.optim.Rprop,
-        torch.optim.SGD,
-    )
-}
-
-# Options that select an implementation and do not change the method: servers choose their own.
-IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
+ELEMENTWISE: dict[str, type[torch.optim.Optimizer]] = {name: getattr(torch.optim, cls) for name, cls in CLASSES.items()}
 
 FUSED_ON_GPU = ("adam", "adamw", "sgd")  # in every version of torch that offers fused forms
 

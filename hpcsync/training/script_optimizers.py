@@ -26,9 +26,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from hpcsync.config.torch_optimizers import IMPLEMENTATION
 from hpcsync.state import built
 from hpcsync.training.flat_model import FlatModel
-from hpcsync.training.optimizers import ELEMENTWISE, IMPLEMENTATION, ServerOptimizer, WorkerOptimizer
+from hpcsync.training.optimizers import ELEMENTWISE, ServerOptimizer, WorkerOptimizer
 
 CUT = 64  # a multiple of the vector width of torch's kernels on any CPU
 REFUSED = {  # and why

@@ -113,7 +113,7 @@ KIND_OVERRIDES = [
     'workload={name="text",context=32,width=10,heads=5}',
     'workload={name="my.package:function",options={depth=3,sizes=[1,2]}}',
     "optimizer.async_lr_scale=1/workers",
-    "optimizer.betas=[0.9,0.99]",
+    'optimizer={name="adam",lr=0.1,betas=[0.9,0.99]}',
     'optimizer.schedule={name="cosine",total=100,warmup=10}',
     "stop={target_accuracy=0.95,seconds=1.5,target_loss=-1}",
     "cluster.compute.seconds=0",

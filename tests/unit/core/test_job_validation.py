@@ -76,7 +76,10 @@ def test_an_unknown_optimizer(name, hint):
     assert message == expected + hint if hint else message.startswith(expected)
 
 
-OPTION = "must be an option of torch.optim.SGD"
+OPTION = (
+    "must be an option of torch.optim.SGD (momentum, dampening, weight_decay, nesterov, maximize) or one of lr, "
+    "lr_clock, async_lr_scale, schedule"
+)
 
 
 @pytest.mark.parametrize(
