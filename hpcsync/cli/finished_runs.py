@@ -18,11 +18,12 @@ NOT_COMPARED = ("name", "seed")  # keys in which runs of one variant may differ
 
 
 class Read(NamedTuple):
-    """Run whose trace has been read."""
+    """Run whose trace has been read, and when it began: in ISO 8601, and for equal ones the time of the file."""
 
     trace: Path
     job: jobs.Job
     summary: Summary
+    begun: tuple[str, float]
 
 
 Found = dict[grid.Variant, dict[int, Read]]  # runs by seed
@@ -31,29 +32,38 @@ Found = dict[grid.Variant, dict[int, Read]]  # runs by seed
 def grouped(paths: Iterable[Path]) -> Found:
     """Return the finished runs in these folders, by variant and seed.
 
-    Runs are of one variant if their jobs differ in seed and name only. Runs that have not finished are left out and
-    counted in a line on standard error.
+    Runs are of one variant if their jobs differ in seed and name only. Runs that have not finished, and all but the
+    newest of those with the same job and seed, are left out and counted in a line on standard error.
 
     Raises
     ------
     JobError
-        If a folder has no trace, a trace cannot be read, or two runs have the same job and seed.
+        If a folder has no trace, or a trace cannot be read.
     """
     found: dict[str, tuple[dict[str, Any], dict[int, Read]]] = {}
-    unfinished = []
+    unfinished, older = [], []
     for run in map(read, traces(paths)):
         if run.summary.status != "finished":
-            unfinished.append(run.trace)
+            unfinished.append(str(run.trace))
             continue
         keys = {key: text for key, text in _keys(run.job, run.summary.engine) if key not in NOT_COMPARED}
         runs = found.setdefault(repr(keys), (keys, {}))[1]
-        if run.job.seed in runs:
-            raise JobError(f"{run.trace}: must not have the job and the seed ({run.job.seed}) of another run")
-        runs[run.job.seed] = run
-    if unfinished:
-        print(f"hpcsync: {len(unfinished)} runs have not finished and are left out: {unfinished[0]}", file=sys.stderr)
+        other = runs.get(run.job.seed, run)
+        old, new = sorted((other, run), key=lambda each: each.begun)
+        runs[run.job.seed] = new
+        if not old.trace.samefile(new.trace):
+            older.append(f"{old.trace}, older than {new.trace}")
+    _print_left_out(unfinished, "not finished")
+    _print_left_out(older, "the job and seed of a newer one")
     variants = _named([keys for keys, _ in found.values()])
     return dict(zip(variants, (runs for _, runs in found.values()), strict=True))
+
+
+def _print_left_out(runs: Sequence[str], why: str) -> None:
+    if runs:
+        have = "1 run has" if len(runs) == 1 else f"{len(runs)} runs have"
+        are = "is" if len(runs) == 1 else "are"
+        print(f"hpcsync: {have} {why} and {are} left out: {runs[0]}", file=sys.stderr)
 
 
 def traces(paths: Iterable[Path]) -> list[Path]:
@@ -77,7 +87,8 @@ def read(path: Path) -> Read:
 
     try:
         with opened(path) as trace:
-            return Read(trace.path, trace.job, summarize(trace))
+            begun = str(trace.attributes.get("created", "")), trace.path.stat().st_mtime
+            return Read(trace.path, trace.job, summarize(trace), begun)
     except TraceError as error:
         raise JobError(str(error)) from None
 

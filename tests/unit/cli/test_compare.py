@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import h5py
 import pytest
 
 from hpcsync.cli import grid, run
@@ -206,8 +207,28 @@ def test_runs_are_of_one_variant_if_only_seed_and_name_differ(job: Path, capsys:
         ("workers=3 seconds=[0.1,0.1,0.3]", "asp lr=0.2"): [5],
         ("workers=2 seconds=0.1", "asp lr=0.1"): [5],
     }
-    with pytest.raises(JobError, match="must not have the job and the seed .5. of another run"):
-        grouped([Path("runs/0"), Path("runs/0/trace.h5")])
+    (runs,) = grouped([Path("runs/0"), Path("runs/0/trace.h5")]).values()
+    assert len(runs) == 1 and not capsys.readouterr().err, "one run, named twice"
+
+
+def test_of_two_runs_of_one_job_the_newest_counts(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, created in (("a", "2026-01-03"), ("b", "2026-01-02"), ("c", "2026-01-03"), ("d", "2026-01-01")):
+        run.simulate(job, [f"seed={5 + (name == 'd')}"], Path(f"runs/{name}"), None)
+        with h5py.File(f"runs/{name}/trace.h5", "r+") as file:
+            file.attrs["created"] = created
+    os.utime("runs/c/trace.h5", (1, 1))  # of equal ones the file counts
+    capsys.readouterr()
+    (runs,) = grouped([Path("runs")]).values()
+    assert {seed: str(run.trace) for seed, run in runs.items()} == {5: "runs/a/trace.h5", 6: "runs/d/trace.h5"}
+    assert capsys.readouterr().err == (
+        "hpcsync: 2 runs have the job and seed of a newer one and are left out: runs/b/trace.h5, older than "
+        "runs/a/trace.h5\n"
+    )
+    os.utime("runs/c/trace.h5", (2**33, 2**33))
+    assert main([Path("runs/a"), Path("runs/c")], Asked()) == 0
+    said = capsys.readouterr()
+    assert "hpcsync: 1 run has the job and seed of a newer one and is left out: runs/a/trace.h5, older than" in said.err
+    assert "no probabilities: 1 common seed, at least 3 are needed" in said.out
 
 
 def test_processes_of_a_grid(job: Path) -> None:

@@ -42,7 +42,7 @@ def test_unfinished_ones_of_several_runs_are_left_out(run: Path, tmp_path: Path)
         file.attrs["status"] = "failed"
     result = hpcsync("report", run, other, "-o", "two.html")
     assert result.exit_code == 0
-    assert "1 runs have not finished and are left out" in result.stderr
+    assert "hpcsync: 1 run has not finished and is left out: " in result.stderr
     assert "<dt>runs</dt><dd>1</dd>" in Path("two.html").read_text()
     with h5py.File(other / "trace.h5", "r+") as file:
         file.attrs["status"] = "failed"
