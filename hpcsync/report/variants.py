@@ -245,7 +245,7 @@ def _remarks(rows: Sequence[Row], targets: set[str | None], common: int, seeds: 
     elif len(targets) > 1:
         lines.append("the variants have different targets: " + ", ".join(sorted(each or "none" for each in targets)))
     if common < LEAST_SEEDS:
-        lines.append(f"no probabilities: {common} common seeds, at least {LEAST_SEEDS} are needed")
+        lines.append(f"no probabilities: {common} common seed{'s' * (common != 1)}, at least {LEAST_SEEDS} are needed")
     if any(row.runs < LEAST_SEEDS for row in rows):
         lines.append(f"no intervals for fewer than {LEAST_SEEDS} seeds")
     if any(row.runs < len(seeds) for row in rows):
@@ -280,8 +280,9 @@ def table(conditions: Sequence[Variants]) -> RenderableType:
         parts += [result, *(Text(f"note: {line}", "yellow") for line in variants.remarks)]
     targets = ", ".join(dict.fromkeys(each.target for each in conditions if each.target))
     about = f"to target: {targets}, in s, with the 95 % interval; " if targets else ""
-    about += "behind: the fastest, by seed; P: probability of being the fastest; wait: of the workers' time; "
-    about += "stale: mean, in updates"
+    about += "behind: seconds after the fastest, paired by seed; P: probability of being the fastest; "
+    about += "wait: of the workers' time; stale: mean, in updates"
+    about += "; MB: moved by all workers" * ("MB" in names)
     return Group(*parts, Text(about, "dim"))
 
 
