@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import torch
 
 from hpcsync.api.single_process import LocalSession
-from hpcsync.config.errors import JobError
+from hpcsync.config.errors import JobError, below
 from hpcsync.config.job import Job, default_servers, refuse_unevaluated
 from hpcsync.core.job_validation import check_model
 from hpcsync.core.roles import Roles
@@ -31,7 +30,7 @@ from hpcsync.run_dir.progress_line import say
 from hpcsync.state import StateError
 from hpcsync.system import garbage, gpu_selection, launcher, loader_processes
 from hpcsync.system.atomic_files import NotWritten
-from hpcsync.system.launch_output import wait_until_read
+from hpcsync.system.launch_output import let_rank_0_report, print_at_once, wait_until_read
 from hpcsync.system.process_cleanup import unlink_attached
 from hpcsync.training.buffers import Calibrate
 from hpcsync.training.flat_model import device_of
@@ -45,8 +44,6 @@ if TYPE_CHECKING:
     from hpcsync.mpi.session_base import Given, RankSession
 
 T = TypeVar("T")
-
-SAME_ERROR_S = 3.0  # time in which rank 0 reports an error that all ranks have in common
 
 
 def device() -> torch.device:
@@ -460,17 +457,16 @@ def end_refused(error: Exception) -> NoReturn:
     """Print the error and end all ranks with status 2.
 
     Most errors occur on all ranks: rank 0 prints them at once and ends the others, which wait for it. An error that
-    rank 0 does not report within `SAME_ERROR_S` is that of another rank.
+    rank 0 does not report within `launch_output.SAME_ERROR_S` is that of another rank.
     """
     mpi, rank = sys.modules.get("mpi4py.MPI"), launcher.expected_rank()
     comm = mpi.COMM_WORLD if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() else None
     if comm is None or comm.size == 1:
         if rank == 0:
-            print(f"hpcsync: {error}\n", end="", file=sys.stderr, flush=True)
+            print_at_once(f"hpcsync: {error}{below(error)}")
         sys.exit(2)
-    if rank > 0:
-        time.sleep(SAME_ERROR_S * (1 + rank / comm.size))  # one after the other
-    print(f"hpcsync: {error}\n", end="", file=sys.stderr, flush=True)
+    let_rank_0_report(rank, comm.size)
+    print_at_once(f"hpcsync: {error}{below(error)}")
     sys.stdout.flush()
     wait_until_read()
     comm.Abort(2)
@@ -563,7 +559,7 @@ def _abort(comm: MPI.Intracomm) -> None:
     elif isinstance(error, NotWritten | StateError):
         print(f"hpcsync: failed: {error}", file=sys.stderr)
     else:
-        traceback.print_exc()
+        print_at_once(traceback.format_exc())
     sys.stderr.flush()
     end_all(comm, error)
 

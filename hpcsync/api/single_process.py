@@ -18,7 +18,7 @@ from hpcsync.paradigms.records import PushInfo
 from hpcsync.training.buffers import Buffers, Calibrate
 from hpcsync.training.lr_schedule import EvaluationSchedule, learning_rate
 from hpcsync.training.script_optimizers import parameters_of
-from hpcsync.workloads.registry import Evaluate
+from hpcsync.workloads.registry import Evaluate, evaluated
 
 
 class LocalSession(Session):
@@ -121,12 +121,12 @@ class LocalSession(Session):
     def _judge(self, evaluate: Evaluate) -> tuple[float, float]:
         begin_s, was_training = self._now(), self._model.training
         if self._calibrate is None:
-            judged = evaluate(self._model)
+            judged = evaluated(evaluate, self._model)
         else:
             buffers = Buffers(self._model)
             own = buffers.packed()
             self._calibrate(self._model)
-            judged = evaluate(self._model)
+            judged = evaluated(evaluate, self._model)
             buffers.adopt([own])
         self._model.train(was_training)
         self._evaluating_s += self._now() - begin_s

@@ -14,7 +14,7 @@ import typer
 
 from hpcsync.cli import cite, figure
 from hpcsync.cli.job_command import JobCommand
-from hpcsync.config.errors import JobError
+from hpcsync.config.errors import JobError, below
 from hpcsync.system import garbage, standard_output
 from hpcsync.system.launch_output import wait_until_read
 from hpcsync.system.launcher import LaunchError, expected_rank, under_launcher
@@ -586,7 +586,7 @@ def user_errors_in_one_line() -> Iterator[None]:
         yield
     except (JobError, LaunchError) as error:
         if expected_rank() == 0:
-            print(f"hpcsync: {error}", file=sys.stderr)
+            print(f"hpcsync: {error}{below(error)}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:  # outside of the code that handles signals itself
         print("hpcsync: interrupted", file=sys.stderr)

@@ -22,10 +22,24 @@ class JobError(Exception):
     """Error of the user; the message is one line. It is not a ValueError, so pydantic does not wrap it.
 
     Words of more than 400 characters, such as keys and values of a damaged file, are shortened.
+
+    Parameters
+    ----------
+    message : str
+        The line.
+    details : str
+        Lines to print below it, such as the user's part of a traceback.
     """
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, message: str, details: str = "") -> None:
         super().__init__(re.sub(r"\S{400,}", lambda word: word[0][:60] + "...", printable(message)))
+        self.details = details
+
+
+def below(error: BaseException) -> str:
+    """Return what is to be printed below the line of an error: a line end and its details, if it has any."""
+    details = error.details.rstrip() if isinstance(error, JobError) else ""
+    return details and f"\n{details}"
 
 
 # Words of pydantic, and their replacements.

@@ -1,14 +1,21 @@
-"""Code of the user that a job file names: where it is found, and from which file."""
+"""Code of the user that a job file names: where it is found, from which file, and what it raised."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import sys
+import sysconfig
+import traceback
 from pathlib import Path
+from types import TracebackType
 
+from hpcsync.config.errors import JobError, shown
 from hpcsync.config.job import Job
 from hpcsync.config.workloads import Function
+
+CALLERS = (str(Path(__file__).parents[1]), "<frozen ", str(Path(importlib.util.__file__).parent))  # of the user's code
+INSTALLED = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
 def import_beside(path: str | Path) -> None:
@@ -30,3 +37,51 @@ def user_code(job: Job) -> str | None:
     except (ImportError, ValueError):
         found = None
     return f"module {module}" + (f" ({found.origin})" if found is not None and found.origin else "")
+
+
+def of_user(job: Job, error: BaseException) -> BaseException:
+    """Return a JobError in place of an exception of the user's workload (`raised`); any other exception as it is."""
+    in_user_code = any(_is_user_s(frame.filename) for frame in traceback.extract_tb(error.__traceback__))
+    if not isinstance(job.workload, Function) or not isinstance(error, Exception) or not in_user_code:
+        return error
+    return error if isinstance(error, JobError) else raised(job.workload.name, error)
+
+
+def raised(name: str, error: Exception) -> JobError:
+    """Return what to tell about an exception of a workload.
+
+    Parameters
+    ----------
+    name
+        Name of the workload function.
+    error
+        The exception.
+
+    Returns
+    -------
+    JobError
+        Its line names the exception and the innermost line of the user's code, its details are the traceback from the
+        user's code on.
+    """
+    trace = error.__traceback__
+    while trace is not None and not _is_user_s(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    trace = trace or _after_callers(error.__traceback__)
+    places = traceback.extract_tb(trace)
+    place = next((each for each in reversed(places) if _is_user_s(each.filename)), places[-1] if places else None)
+    at = "" if place is None else f" ({Path(place.filename).name}:{place.lineno})"
+    reason = str(error).partition("\n")[0]
+    line = f"workload.name = {shown(name)}: raised {type(error).__name__}{reason and f': {reason}'}{at}"
+    return JobError(line, "".join(traceback.format_exception(type(error), error, trace)))
+
+
+def _is_user_s(filename: str) -> bool:
+    """Return True for a file that belongs neither to hpcsync nor to the installed packages."""
+    return not filename.startswith((*CALLERS, *INSTALLED))
+
+
+def _after_callers(trace: TracebackType | None) -> TracebackType | None:
+    """Return the part of a traceback after the frames of `CALLERS`, for a workload that is installed as a package."""
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(CALLERS):
+        trace = trace.tb_next
+    return trace

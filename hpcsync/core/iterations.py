@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job, Script
 from hpcsync.core.device_speed import Device, device
+from hpcsync.core.session import WithoutBatch
 from hpcsync.state import Stateful
 from hpcsync.system import loader_processes
 from hpcsync.training.loading import Batch, Ordered, Part, Source, refuse, set_epoch, source
@@ -169,11 +170,11 @@ class Iterations(Stateful):
 
         Raises
         ------
-        RuntimeError
+        WithoutBatch
             If no batch is under way.
         """
         if self._begin_s is None:
-            raise RuntimeError("step was called without a batch: call it once for each batch of the session's shard")
+            raise WithoutBatch
         if self._device_s:
             self._pad(self._begin_s + self.load_s + share * self._device_s)
 
@@ -197,7 +198,7 @@ class Iterations(Stateful):
 
         Raises
         ------
-        RuntimeError
+        WithoutBatch
             If no iteration has begun.
         """
         self.pad(0.0 if self._in_parts else share)

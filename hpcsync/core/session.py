@@ -10,6 +10,20 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
+from hpcsync.config.errors import JobError
+
+
+class WithoutBatch(JobError):
+    """A script steps without a batch of the session, as all ranks do whose loop runs over something else."""
+
+    LINE = (
+        "step was called without a batch: the loop must run over sync.shard(loader), not over the loader itself, and "
+        "step once for each batch"
+    )
+
+    def __init__(self, message: str = LINE) -> None:
+        super().__init__(message)
+
 
 class Asked(NamedTuple):
     """Arguments of `Session.shard`, which describes them."""

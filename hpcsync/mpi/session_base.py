@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from mpi4py import MPI
 
-from hpcsync.config.errors import JobError
+from hpcsync.config.errors import JobError, below
 from hpcsync.config.job import Job
+from hpcsync.config.user_code import of_user
 from hpcsync.core.iterations import Iterations
-from hpcsync.core.session import Session
+from hpcsync.core.session import Session, WithoutBatch
 from hpcsync.core.step_problems import WRONG, StepChecks, loss_check
 from hpcsync.mpi.collectives.model_parts import Layers
 from hpcsync.mpi.transport.ulfm import RankFailed, leave_with, survivors, tolerable
@@ -292,13 +293,16 @@ class RankSession(Session):
 
     def _fail(self, error: BaseException) -> None:
         """Print the error and notify rank 0, before the job is ended."""
+        error = of_user(self._job, error)
+        if isinstance(error, WithoutBatch):
+            launch_output.let_rank_0_report(self.rank, self._comm.size)
         if isinstance(error, RankFailed):
-            print(f"hpcsync: rank {self.rank} cannot continue: {error}", file=sys.stderr)
+            launch_output.print_at_once(f"hpcsync: rank {self.rank} cannot continue: {error}")
         elif isinstance(error, NotWritten | JobError | StateError):
-            print(f"hpcsync: rank {self.rank} failed: {error}", file=sys.stderr)
+            launch_output.print_at_once(f"hpcsync: rank {self.rank} failed: {error}{below(error)}")
         elif not isinstance(error, KeyboardInterrupt):
-            print(f"hpcsync: rank {self.rank} failed:", file=sys.stderr)
-            traceback.print_exception(error)
+            trace = "".join(traceback.format_exception(error))
+            launch_output.print_at_once(f"hpcsync: rank {self.rank} failed:\n{trace}")
         with contextlib.suppress(RankFailed, MPI.Exception):  # rank 0 itself may have died
             self._report_failure()
         time.sleep(FAREWELL_S)

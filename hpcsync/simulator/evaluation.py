@@ -11,7 +11,7 @@ from hpcsync.config.job import Job
 from hpcsync.training.buffers import Buffers
 from hpcsync.training.flat_model import FlatModel
 from hpcsync.workloads.calibration import calibration
-from hpcsync.workloads.registry import Workload
+from hpcsync.workloads.registry import Workload, evaluated
 
 
 class Evaluation:
@@ -40,7 +40,7 @@ class Evaluation:
         self._buffers.adopt(buffers)
         if self._calibrate is not None:
             self._calibrate(self._flat.model)
-        return self._evaluate(self._flat.model)
+        return evaluated(self._evaluate, self._flat.model)
 
     def finish(self, buffers: Sequence[torch.Tensor]) -> None:
         """Set the buffers of the workload's model, which has the final weights."""

@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from hpcsync.config.errors import JobError
+from hpcsync.config.errors import JobError, below
 from hpcsync.config.job import Job
+from hpcsync.config.user_code import of_user
 from hpcsync.core.assignments import create_paradigm, decision_fields
 from hpcsync.core.coordinator import Coordinator, Recorder
 from hpcsync.core.job_validation import check
@@ -131,10 +132,11 @@ def _simulate(
                 trace.close(status)
         if scalars is not None:
             scalars.close(status)
+        error = of_user(job, error)
         if status == "failed" and not isinstance(error, NotWritten | JobError):
             traceback.print_exc()
         so_far = "" if trace is None else f"; the trace so far is {path}"
-        print(f"hpcsync: {status}: {error}{so_far}", file=sys.stderr)
+        print(f"hpcsync: {status}: {error}{so_far}{below(error)}", file=sys.stderr)
         return 1
     return 0
 

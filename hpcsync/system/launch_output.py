@@ -21,6 +21,7 @@ from typing import IO, NamedTuple
 LONGEST = 20  # lines of a notice, at most
 SHOW_CURSOR = b"\x1b[?25h"
 DRAIN_S = 2.0  # time to read the rest of the pipes when all processes have ended
+SAME_ERROR_S = 3.0  # time in which rank 0 reports an error that all ranks have in common
 READ_S = 1.0  # time that a rank gives the launcher to read what it has printed, before it aborts
 
 
@@ -159,6 +160,18 @@ def write(target: int, data: bytes) -> None:
     with contextlib.suppress(OSError):
         while data:
             data = data[os.write(target, data) :]
+
+
+def print_at_once(text: str) -> None:
+    """Write lines to the standard error in one piece, so that they do not mix with those of other ranks."""
+    sys.stderr.write(text.rstrip("\n") + "\n")
+    sys.stderr.flush()
+
+
+def let_rank_0_report(rank: int, n_ranks: int) -> None:
+    """Wait on another rank as long as rank 0 may take to report the same error and to end this rank."""
+    if rank > 0:
+        time.sleep(SAME_ERROR_S * (1 + rank / n_ranks))  # one after the other
 
 
 def wait_until_read(streams: tuple[int, ...] = (1, 2), limit_s: float = READ_S) -> None:

@@ -7,10 +7,12 @@ import importlib
 import importlib.util
 import inspect
 import math
+import reprlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from hpcsync.config.errors import JobError, shown
 from hpcsync.config.job import Job
+from hpcsync.config.user_code import raised
 from hpcsync.config.workloads import Cifar, Digits, Function, Images, Linear, Script, Text, Timing
 from hpcsync.training.flat_model import device_of
 from hpcsync.training.gradient import Loss
@@ -102,7 +105,7 @@ def _from_user(settings: Function) -> Workload:
     name = f"workload.name = {shown(settings.name)}"
     module, _, function = settings.name.partition(":")
     try:
-        make = getattr(importlib.import_module(module), function)
+        make = getattr(_imported(settings.name, module), function)
     except (ImportError, AttributeError) as error:
         raise JobError(f"{name}: must name a function that can be imported: {error}") from None
     if not callable(make):
@@ -111,10 +114,40 @@ def _from_user(settings: Function) -> Workload:
         inspect.signature(make).bind(**settings.options)
     except TypeError as error:
         raise JobError(f"workload.options = {shown(settings.options)}: must fit {settings.name}: {error}") from None
-    workload = make(**settings.options)
+    try:
+        workload = make(**settings.options)
+    except JobError:
+        raise
+    except Exception as error:
+        raise raised(settings.name, error) from None
     if not isinstance(workload, Workload):
         raise JobError(f"{name}: must return a hpcsync.Workload")
     return workload
+
+
+def _imported(name: str, module: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except (ImportError, JobError):
+        raise
+    except Exception as error:
+        raise raised(name, error) from None
+
+
+def evaluated(evaluate: Evaluate, model: nn.Module) -> tuple[float, float]:
+    """Return loss and accuracy of a model.
+
+    Raises
+    ------
+    JobError
+        If the user's function returns anything else.
+    """
+    result: Any = evaluate(model)
+    try:
+        loss, accuracy = map(float, result)
+    except (TypeError, ValueError):
+        raise JobError(f"evaluate must return (loss, accuracy), it returned {reprlib.repr(result)}") from None
+    return loss, accuracy
 
 
 def cross_entropy(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

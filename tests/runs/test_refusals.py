@@ -55,6 +55,28 @@ def test_a_script_s_mistake_is_told_in_one_line(tmp_path: Path) -> None:
     assert program.err.count("\n") == 1
 
 
+WITHOUT_SHARD = """
+import sys, torch, hpcsync
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+loader = torch.utils.data.DataLoader(torch.ones(64, 3), batch_size=4)
+with hpcsync.connect(model, optimizer, sys.argv[1], out="out") as sync:
+    for x in loader:
+        optimizer.zero_grad()
+        model(x).mean().backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("paradigm", ["asp", "allreduce"])
+def test_a_loop_that_forgets_the_shard_is_told_in_one_line(tmp_path: Path, paradigm: str) -> None:
+    (tmp_path / "train.py").write_text(WITHOUT_SHARD)
+    program = ended(hpcsync("launch", "-n", "3", "--", "python", "train.py", paradigm), cwd=tmp_path)
+    assert program.status == 1
+    assert program.err.startswith("hpcsync: failed: step was called without a batch: the loop must run over sync.s")
+    assert program.err.count("\n") == 1, program.err
+
+
 def test_a_folder_that_holds_a_trace_is_refused_among_ranks_too(tmp_path: Path) -> None:
     (tmp_path / "trace.h5").write_bytes(b"precious")
     settings = (*SMALL, "--set", "cluster={workers=1}")

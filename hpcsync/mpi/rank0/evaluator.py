@@ -17,7 +17,7 @@ from hpcsync.mpi.transport import cuda
 from hpcsync.training.buffers import Buffers, Calibrate
 from hpcsync.training.flat_model import FlatModel
 from hpcsync.training.lr_schedule import EvaluationSchedule
-from hpcsync.workloads.registry import Evaluate
+from hpcsync.workloads.registry import Evaluate, evaluated
 
 Judged = tuple[float, int, int, float, float, float]
 Read = Callable[[int, torch.Tensor, Buffers], float | None]
@@ -124,8 +124,11 @@ class Evaluator:
                 self._flat.spread()
                 if distance is not None and self._calibrate is not None:
                     self._calibrate(self._flat.model)
-                judged = None if distance is None else (*request, *self._evaluate(self._flat.model), distance)
-                self._results.put(judged)
+                if distance is None:
+                    self._results.put(None)
+                    continue
+                loss, accuracy = evaluated(self._evaluate, self._flat.model)
+                self._results.put((*request, loss, accuracy, distance))
             except BaseException as error:  # `result` raises it in the main thread
                 self._results.put(error)
 

@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
-from hpcsync.config.errors import JobError
+from hpcsync.config.errors import JobError, below
 from hpcsync.config.job import Job, Script
+from hpcsync.config.user_code import of_user
 from hpcsync.core.assignments import decision_fields
 from hpcsync.core.coordinator import Coordinator
 from hpcsync.core.peer_coordinator import PeerCoordinator
@@ -33,10 +34,12 @@ from hpcsync.run_dir.scalar_log import ScalarLog
 from hpcsync.run_dir.status_file import StatusWriter
 from hpcsync.system import launcher
 from hpcsync.system.atomic_files import NotWritten
+from hpcsync.system.launch_output import print_at_once
 from hpcsync.system.signals import Interrupted, Suspended, tell_listening
 from hpcsync.trace.provenance import provenance
 from hpcsync.trace.writer import TraceWriter
 from hpcsync.training.flat_model import FlatModel
+from hpcsync.workloads.registry import evaluated
 
 C = TypeVar("C", Coordinator, PeerCoordinator)
 Clocks = list[tuple[int, str, float, float]]
@@ -183,7 +186,7 @@ class RunRecorder(Generic[C]):
         if self._given.evaluate is None:
             return
         self._save(model)
-        loss, accuracy = self._given.evaluate(model)
+        loss, accuracy = evaluated(self._given.evaluate, model)
         coordinator = self.coordinator
         coordinator.evaluated(coordinator.updated_s, coordinator.version, coordinator.samples, loss, accuracy, distance)
 
@@ -202,6 +205,7 @@ class RunRecorder(Generic[C]):
     def fail(self, error: BaseException) -> None:
         """Close the records of a run that cannot be finished, and print why."""
         self._given.checkpoints.abandon()
+        error = of_user(self._given.job, error)
         status = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
         with contextlib.suppress(OSError, RuntimeError):
             self.trace.close(status)
@@ -209,13 +213,12 @@ class RunRecorder(Generic[C]):
         if isinstance(error, Suspended):
             is_script = isinstance(self._given.job.workload, Script)
             how = unfinished.resumption(self._given.checkpoints.folder, is_script=is_script)
-            print(f"hpcsync: interrupted; use {how} to resume from {error}", file=sys.stderr)
+            print_at_once(f"hpcsync: interrupted; use {how} to resume from {error}")
         elif isinstance(error, Interrupted | RankFailed | NotWritten | JobError):
-            print(f"hpcsync: {status}: {error}; the trace so far is {self.trace.path}", file=sys.stderr)
+            print_at_once(f"hpcsync: {status}: {error}; the trace so far is {self.trace.path}{below(error)}")
         elif not isinstance(error, KeyboardInterrupt):
-            traceback.print_exception(error)
+            print_at_once("".join(traceback.format_exception(error)))
         sys.stdout.flush()
-        sys.stderr.flush()
         lock.release(self._given.checkpoints.folder)
 
     def _save(self, model: torch.nn.Module) -> None:

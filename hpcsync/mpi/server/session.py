@@ -11,7 +11,7 @@ from mpi4py import MPI
 from hpcsync.config.errors import JobError
 from hpcsync.core.assignments import create_assignments
 from hpcsync.core.roles import Roles
-from hpcsync.core.session import Asked
+from hpcsync.core.session import Asked, WithoutBatch
 from hpcsync.mpi.collectives.model_parts import Layers
 from hpcsync.mpi.server.channel import ServerChannel
 from hpcsync.mpi.server.shard import Shard, follow
@@ -122,8 +122,8 @@ class FollowerSession(LinkedSession):
         return iter(())
 
     def step(self, loss: torch.Tensor | float | None = None) -> bool:
-        """Raise RuntimeError: a server does not train."""
-        raise RuntimeError("step on a server: only workers train")
+        """Raise WithoutBatch: a server does not train."""
+        raise WithoutBatch
 
     def _kept_pieces(self) -> list[Any]:
         return self._shard.store.kept_pieces()

@@ -64,3 +64,58 @@ def test_a_file_beside_the_job_takes_no_package_s_place(job: Path) -> None:
     assert "parameters" in said(job, "show", job, "--load")
     done = subprocess.run([sys.executable, "-c", "import torch"], cwd=job.parent, check=False)
     assert done.returncode == 77, "the files would be found first"
+
+
+MISTAKEN = """import torch
+import hpcsync
+
+def of(loss, evaluate=None):
+    data = torch.utils.data.TensorDataset(torch.ones(64, 2))
+    return hpcsync.Workload(torch.nn.Linear(2, 1), loss, data, evaluate)
+
+def mean(model, x):
+    return model(x).mean()
+
+def right():
+    return of(mean, lambda model: (0.5, 0.25))
+
+def boom():
+    raise ValueError("cannot read data\\nat all")  # line 15
+
+def one():
+    return of(mean, lambda model: 0.5)
+
+def late():
+    def loss(model, x):
+        return model(x[:, :1]).mean()  # line 22
+    return of(loss)
+"""
+ENDS = {  # status, the line, and whether there is a traceback below it
+    "right": (0, None, False),
+    "boom": (2, 'hpcsync: workload.name = "mistaken:boom": raised ValueError: cannot read data (mistaken.py:15)', True),
+    "one": (1, "hpcsync: failed: evaluate must return (loss, accuracy), it returned 0.5; the trace so far is ", False),
+    "late": (1, 'hpcsync: failed: workload.name = "mistaken:late": raised RuntimeError: mat1 and mat2 shapes', True),
+    "syntax": (2, 'hpcsync: workload.name = "unclosed:f": raised SyntaxError: ', True),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_mistake_in_a_workload_is_one_line_with_the_user_s_part_of_the_traceback(job: Path, name: str) -> None:
+    status, line, has_trace = ENDS[name]
+    (job.parent / "mistaken.py").write_text(MISTAKEN)
+    (job.parent / "unclosed.py").write_text("def f(:\n")
+    text = JOB.format(name="unclosed:f" if name == "syntax" else f"mistaken:{name}")
+    job.write_text(text.replace('"}\nopt', '", batch_size = 4}\nopt').replace("every_samples = 0", "every_samples = 4"))
+    if name == "late":
+        job.write_text(job.read_text().replace("every_samples = 4", "every_samples = 0"))
+    argv = hpcsync("simulate", job, "--out", "o")
+    done = subprocess.run(argv, cwd=job.parent, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == status, done.stderr
+    first, *below = done.stderr.splitlines() or [None]
+    assert first == line if line is None else first is not None and first.startswith(line)
+    frames = [each.strip() for each in below if each.startswith("  File ")]
+    assert bool(below) == has_trace
+    assert all(each.startswith(f'File "{job.parent}') for each in frames[:1])
+    assert not [each for each in frames if "/hpcsync/" in each or "typer" in each or "click" in each]
+    if name == "late":
+        assert "(mistaken.py:22); the trace so far is" in done.stderr

@@ -168,7 +168,7 @@ def test_a_share_of_an_iteration_takes_that_share_of_its_time(clock):
 
 
 def test_a_share_without_a_batch_is_refused():
-    with pytest.raises(RuntimeError, match="step was called without a batch"):
+    with pytest.raises(JobError, match=r"step was called without a batch: the loop must run over sync.shard\(loader\)"):
         make_iterations().pad(0.5)
 
 
@@ -426,7 +426,7 @@ def test_loaders_end_when_the_worker_leaves(clock, when, compute):
         clock[0] += 0.5
         iterations.end()
     assert (len(seen), left) == (2, [11.0])
-    with pytest.raises(RuntimeError, match="step was called without a batch"):
+    with pytest.raises(JobError, match=r"step was called without a batch: the loop must run over sync.shard\(loader\)"):
         iterations.end()
     assert list(iterations.shard(DATA, 4, 1, never)) == [], "every later loader too"
 

@@ -1,14 +1,16 @@
 """Notices of MPI: buffered whole, however they arrive, and written unless they are redundant."""
 
+import io
 import os
 import subprocess
 import sys
 import threading
 import time
+from typing import Any
 
 import pytest
 
-from hpcsync.system.launch_output import NoticeFilter, Output, wait_until_read
+from hpcsync.system.launch_output import NoticeFilter, Output, print_at_once, wait_until_read
 
 RULE = b"-" * 74 + b"\n"
 ABORT = RULE + b"MPI_ABORT was invoked on rank 0 in communicator MPI_COMM_WORLD\n  Errorcode: 75\n\nNOTE: ...\n" + RULE
@@ -95,3 +97,22 @@ def test_a_rank_waits_until_what_it_has_printed_is_read() -> None:
     os.close(reader)
     os.close(writer)
     wait_until_read((writer,), 20)
+
+
+def test_lines_that_belong_together_are_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    sizes: list[int] = []
+
+    class Counted(io.FileIO):
+        def write(self, data: Any) -> int:
+            sizes.append(len(data))
+            return super().write(data)
+
+    trace = "".join(f"line {i}\n" for i in range(100))
+    with io.TextIOWrapper(io.BufferedWriter(Counted(writer, "w")), line_buffering=True) as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        print_at_once(trace)
+        assert sizes == [len(trace)]
+        print("two", "words", sep="\n", file=stream)  # the control: a write for each line
+        assert len(sizes) > 2
+    os.close(reader)

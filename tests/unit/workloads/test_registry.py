@@ -11,7 +11,7 @@ import torch
 
 from hpcsync.config.errors import JobError
 from hpcsync.training.flat_model import FlatModel
-from hpcsync.workloads.registry import Workload, build, classification, cross_entropy, half_squared_error
+from hpcsync.workloads.registry import Workload, build, classification, cross_entropy, evaluated, half_squared_error
 from tests.unit.jobs import LINEAR, make_job
 
 
@@ -169,3 +169,12 @@ def test_a_script_builds_its_own():
     ):
         make_script = make_job(workload={"name": "script"})
         build(make_script)
+
+
+@pytest.mark.parametrize("wrong", [0.5, torch.tensor(0.5), (0.5,), (1, 2, 3), None, {"loss": 0.5, "accuracy": 0.2}])
+def test_an_evaluation_must_return_loss_and_accuracy(wrong):
+    with pytest.raises(JobError, match=r"^evaluate must return \(loss, accuracy\), it returned ") as caught:
+        evaluated(lambda model: wrong, torch.nn.Linear(1, 1))
+    assert len(str(caught.value)) < 120
+    right = evaluated(lambda model: (torch.tensor(0.5), np.float32(0.25)), torch.nn.Linear(1, 1))
+    assert right == (0.5, 0.25)
