@@ -339,11 +339,10 @@ def rates_are_of_the_schedule(run: PeerRecount) -> Check:
 
 def _rates_are_of_one_model(run: PeerRecount) -> Check:
     rate, samples = learning_rate(run.job), np.append(0, run.updates["samples"])[:-1].tolist()
-    expected = [rate(before, version, run.n_workers) for version, before in enumerate(samples)]
-    first = run.first_step_of[: len(run.updates)]
-    return _same_rates(
-        run.updates["lr"][: len(first)], np.array(expected)[: len(first)] * _own_rates(run, run.steps[first])
-    )
+    expected = np.array([rate(before, version, run.n_workers) for version, before in enumerate(samples)])
+    n = len(run.first_step_of[: len(run.updates)])
+    own = np.bincount(run.update_of, _own_rates(run, run.steps)) / np.maximum(np.bincount(run.update_of), 1)
+    return _same_rates(run.updates["lr"][:n], expected[:n] * own[1 : n + 1])
 
 
 def _own_rates(run: PeerRecount, steps: Rows) -> Rows:

@@ -11,7 +11,7 @@ if it moves data as no other method does.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from hpcsync.paradigms.records import NO_PEER
@@ -32,6 +32,8 @@ class StepCounts(NamedTuple):
         Whether to halt, for a checkpoint.
     n_absent : int
         Number of parameters for which the worker has no gradient.
+    digest, digest_sq : int
+        Digest of what else must be alike on all that contribute, at most 24 bits, and its square.
     """
 
     n_steps: int = 1
@@ -39,6 +41,8 @@ class StepCounts(NamedTuple):
     stop: bool = False
     halt: bool = False
     n_absent: int = 0
+    digest: int = 0
+    digest_sq: int = 0
 
 
 class Agreed(NamedTuple):
@@ -58,6 +62,8 @@ class Agreed(NamedTuple):
         Whether any worker requests a halt.
     n_absent : int
         Sum of their numbers of parameters without a gradient.
+    alike : bool
+        Whether those that contribute have the same digest.
     """
 
     n_contributing: int
@@ -66,13 +72,19 @@ class Agreed(NamedTuple):
     stop: bool
     halt: bool = False
     n_absent: int = 0
+    alike: bool = True
 
     @classmethod
     def of(cls, counts: Sequence[StepCounts]) -> Agreed:
         """Combine the information of all workers."""
-        n_steps, n_samples, stop, halt, n_absent = map(sum, zip(*counts, strict=True))
-        n_contributing = sum(of_worker.n_steps > 0 for of_worker in counts)
-        return cls(n_contributing, n_steps, n_samples, stop > 0, halt > 0, n_absent)
+        return cls.of_sums(sum(of_worker.n_steps > 0 for of_worker in counts), map(sum, zip(*counts, strict=True)))
+
+    @classmethod
+    def of_sums(cls, n_contributing: int, sums: Iterable[int]) -> Agreed:
+        """Combine the sums of the information of all workers, of which so many contribute."""
+        n_steps, n_samples, stop, halt, n_absent, digest, digest_sq = sums
+        alike = n_contributing * digest_sq == digest**2  # else it is larger (Cauchy and Schwarz)
+        return cls(n_contributing, n_steps, n_samples, stop > 0, halt > 0, n_absent, alike)
 
 
 class ExchangeResult(NamedTuple):

@@ -18,8 +18,10 @@ optimizer that is not element-wise needs whole parameters.
 from __future__ import annotations
 
 import math
+import zlib
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -57,6 +59,13 @@ class Number(NamedTuple):
     group: int
     key: str
     count: int  # type: ignore[assignment]  # the field hides tuple.count, which is not needed here
+
+
+class StepToMake(NamedTuple):
+    """A step of one of a script's optimizers: its index, and the numbers of all groups of all of them."""
+
+    stepping: int
+    numbers: list[float]
 
 
 class ScriptOptimizers:
@@ -136,11 +145,47 @@ class ScriptOptimizers:
 
     def statement(self) -> np.ndarray:
         """Return what a worker states with its push, shape (n_stated,)."""
+        return np.array([*self._stated_numbers(), *map(float, self.present)])
+
+    def _stated_numbers(self) -> list[float]:
         stated: list[float] = []
         for optimizer, group, key, count in self.numbers:
             value = self.optimizers[optimizer].param_groups[group][key]
             stated += map(float, value) if count else [float(value)]
-        return np.array([*stated, *map(float, self.present)])
+        return stated
+
+    def digest(self) -> int:
+        """Return 24 bits that are the same on workers whose optimizers have the same numbers."""
+        return zlib.crc32(np.array(self._stated_numbers()).tobytes()) & 0xFFFFFF
+
+    def step_to_make(self) -> StepToMake:
+        """Return the step under way, for `following` on all workers."""
+        return StepToMake(self.stepping or 0, self._stated_numbers())
+
+    @contextmanager
+    def following(self, steps: Sequence[StepToMake]) -> Iterator[None]:
+        """Let the step be that of the workers that contribute to it, with the mean of their numbers.
+
+        Raises
+        ------
+        RuntimeError
+            If they are steps of different optimizers.
+        """
+        if len({step.stepping for step in steps}) > 1:
+            raise RuntimeError(
+                "step: all workers must step the same optimizer in the same iteration; they step optimizers "
+                + ", ".join(str(step.stepping) for step in steps)
+            )
+        own_step, own_numbers = self.stepping, _options(self.optimizers, self.numbers)
+        same = all(step.numbers == steps[0].numbers for step in steps)
+        numbers = steps[0].numbers if same else np.mean([step.numbers for step in steps], axis=0).tolist()
+        self.stepping = steps[0].stepping
+        _set_numbers(self.optimizers, self.numbers, numbers)
+        try:
+            yield
+        finally:
+            self.stepping = own_step
+            _set_options(self.optimizers, self.numbers, own_numbers)
 
     def cuts(self, n_shards: int) -> list[slice]:
         """Return the shards of the flat vector, as equal as the places of the cuts allow.

@@ -41,8 +41,7 @@ WORD, WORDS = LINE_BYTES // 8, 3 * LINE_BYTES // 8  # a rank's words: one line p
 
 def agreed(words: np.ndarray) -> Agreed:
     """Combine the information of all ranks, shape (n_ranks, number of fields of `StepCounts`)."""
-    n_steps, n_samples, stop, halt, n_absent = words.sum(0).tolist()
-    return Agreed(int(np.count_nonzero(words[:, 0])), n_steps, n_samples, stop > 0, halt > 0, n_absent)
+    return Agreed.of_sums(int(np.count_nonzero(words[:, 0])), words.sum(0).tolist())
 
 
 class MeanVector(ABC):
@@ -125,15 +124,15 @@ class AgreeingMean(MeanVector):
     def mean(self, begin: int, end: int, own_counts: StepCounts) -> Agreed:
         """Exchange `own_counts` by a non-blocking all-reduce, then form the mean of the slice."""
         if self.n_ranks == 1:
-            return Agreed(int(own_counts.n_steps > 0), *own_counts)
+            return Agreed.of([own_counts])
         begin_s = time.perf_counter()
         words = np.array([own_counts.n_steps > 0, *own_counts], np.int64)
         self._wait(self._comm.Iallreduce(MPI.IN_PLACE, words))
         self.absent_s += time.perf_counter() - begin_s
-        n_contributing, n_steps, n_samples, stop, halt, n_absent = words.tolist()
+        n_contributing, *sums = words.tolist()
         if end > begin:
             self._mean(begin, end, max(1, n_contributing))
-        return Agreed(n_contributing, n_steps, n_samples, stop > 0, halt > 0, n_absent)
+        return Agreed.of_sums(n_contributing, sums)
 
     @abstractmethod
     def _mean(self, begin: int, end: int, divisor: int) -> None:

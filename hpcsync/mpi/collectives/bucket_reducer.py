@@ -228,7 +228,7 @@ class BucketReducer(Stateful):
         return self._n_reduced
 
     def finish(
-        self, contributing: bool = True, stop: bool = False, n_samples: int = 0, *, halt: bool = False
+        self, contributing: bool = True, stop: bool = False, n_samples: int = 0, *, halt: bool = False, digest: int = 0
     ) -> Agreed:
         """Complete the mean gradient: the weighted sum divided by the number of contributing ranks; collective.
 
@@ -241,6 +241,8 @@ class BucketReducer(Stateful):
             Requests of this rank; all ranks learn at the same step if any rank has made one.
         n_samples
             Samples of this rank's batch; all ranks learn the sum.
+        digest
+            See `StepCounts`; of a contributing rank.
 
         Returns
         -------
@@ -260,11 +262,12 @@ class BucketReducer(Stateful):
         if contributing:
             self._gather_rest()
         else:
-            self._flat.zero_gradient()
+            self._flat.drop_gradient()
+            self._flat.gradient.zero_()
         if self._launched and self._background is not None:
             self._background.wait()
         absent = [p.grad is None for p in self._flat.parameters] if contributing else []
-        own_counts = StepCounts(int(contributing), n_samples, stop, halt, sum(absent))
+        own_counts = StepCounts(int(contributing), n_samples, stop, halt, sum(absent), digest, digest**2)
         for begin, end in self._buckets[self._launched :]:
             agreed = self._reduce(begin, end, own_counts)
         self._flat.return_gradient(self._present(agreed, absent))

@@ -35,6 +35,7 @@ from hpcsync.training.gradient import Loss
 from hpcsync.training.loading import Source
 from hpcsync.training.local_update import Outer, Peer, PushSumPeer, Received
 from hpcsync.training.optimizers import OptimizerFactory
+from hpcsync.training.script_optimizers import ScriptOptimizers
 
 
 class Setup(NamedTuple):
@@ -231,6 +232,22 @@ class Summing(Exchange):
             measures=self._measures and not job.paradigm.separates_layers,
         )  # fmt: skip
         self._may_overlap = job.cluster.compute is None
+        self._comm = comm
+        self._script = setup.optimizer if isinstance(setup.optimizer, ScriptOptimizers) else None
+
+    @property
+    def _digest(self) -> int:
+        """What must be alike on all workers, so that they make the same step; see `StepCounts`."""
+        return 0 if self._script is None else self._script.digest()
+
+    def _step_together(self, agreed: Agreed, lr: float, *, contributes: bool) -> None:
+        """Make the same step on all workers, also where their optimizers' numbers differ, or some have ended."""
+        if self._script is None or (agreed.alike and agreed.n_contributing == self._comm.size):
+            self.peer.step(self._flat.gradient, lr)
+            return
+        steps = self._comm.allgather(self._script.step_to_make() if contributes else None)
+        with self._script.following([step for step in steps if step is not None]):
+            self.peer.step(self._flat.gradient, lr)
 
     def _published_weights(self) -> torch.Tensor:
         """Return the model's weights as they are: all replicas are one model, evaluated as in any synchronous SGD."""
@@ -272,7 +289,8 @@ class AllReducing(Summing):
         self._reducer.overlap = False
 
     def _reduce(self, n_samples: int, stop: bool) -> Agreed:
-        agreed = self._reducer.finish(n_samples > 0, stop, n_samples, halt=self._link.halt_requested)
+        halt, digest = self._link.halt_requested, self._digest
+        agreed = self._reducer.finish(n_samples > 0, stop, n_samples, halt=halt, digest=digest * (n_samples > 0))
         correction = 1.0
         if self._division is not None:
             correction = self._division.correction(agreed.n_contributing, agreed.n_samples)
@@ -288,7 +306,7 @@ class AllReducing(Summing):
         if agreed is None:  # of a worker whose loop has ended: the replicas stay equal
             agreed = self._reduce(counts.n_samples, counts.stop)
         if agreed.n_steps:
-            self.peer.step(self._flat.gradient, lr)
+            self._step_together(agreed, lr, contributes=counts.n_samples > 0)
         cost = self._reducer.reduced
         self.wait_s, self.comm_s = cost.absent_s, cost.waited_s - cost.absent_s
         return agreed, ExchangeResult(ALL_PEERS, cost.sent_bytes, max(0, agreed.n_contributing - 1))

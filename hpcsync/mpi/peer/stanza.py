@@ -214,8 +214,8 @@ class StanzaExchange(Summing):
         self._batch = ()
         is_fc = self._layers.is_fc
         stop, halt = counts.stop and is_fc, counts.halt and is_fc
-        agreed = self._reducer.finish(n_samples=counts.n_samples, stop=stop, halt=halt)
-        self.peer.step(self._flat.gradient, lr)
+        agreed = self._reducer.finish(n_samples=counts.n_samples, stop=stop, halt=halt, digest=self._digest)
+        self._step_together(agreed, lr, contributes=True)
         last, halt = (self._stop, self._halt) if is_fc else (self._activations.last, self._activations.halt)
         self._stop = self._stop or agreed.stop
         self._halt = agreed.halt and not halt
