@@ -6,14 +6,21 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from hpcsync.report.summary import Summary
-from hpcsync.report.variants import Row, Variants
+from hpcsync.report.variants import LEAST_SEEDS, Row, Variants
 
 MARGIN = 0.05  # of the fastest one's time: what a simpler candidate may cost
 TIMED = ("to the target", "time (s)", "behind (s)", "fastest")  # title and columns of a table
 UNTIMED = ("by loss", "arrived", "loss")
+BY_TIME = (
+    "behind: seconds after the fastest, paired by seed; fastest: probability of being it; *: not told from the fastest"
+)
+BY_LOSS = "arrived: runs that reached the target; loss: at the end"
+FACTOR = "lr x: factor of the job's learning rate"
 CHANCE = 0.02  # probability of being the fastest below which a candidate is told from the fastest
 
 
@@ -175,10 +182,15 @@ def verdict(advice: Advice, target: str | None, trial: Trial) -> list[str]:
         ]
     lines = [f"Train with {advice.advised}."]
     if others := [label for label in advice.alike if label != advice.advised]:
-        lines.append(f"Indistinguishable from it: {', '.join(others)}.")
+        few = f" ({_seeds(trial.n_seeds)} no interval, {LEAST_SEEDS} would)" * (trial.n_seeds < LEAST_SEEDS)
+        lines.append(f"Indistinguishable from it: {', '.join(others)}{few}.")
     if trial.share < 1:
         lines.append(f"This is trial {trial.number}, with {percent:.0f} % of the time, whose seeds chose the rates.")
     return lines
+
+
+def _seeds(n: int) -> str:
+    return "1 seed gives" if n == 1 else f"{n} seeds give"
 
 
 def why(advised: Mapping[int, Summary], reference: Mapping[int, Summary], name: str) -> str:
@@ -205,8 +217,8 @@ def why(advised: Mapping[int, Summary], reference: Mapping[int, Summary], name: 
     return f"Beside {name} it trains {speed:.2f} times as many samples a second and needs {need:.2f} times as many."
 
 
-def table(advice: Advice, factors: Mapping[str, float]) -> Table:
-    """Return the ranking as a table, by time, or by loss if no candidate has a time.
+def table(advice: Advice, factors: Mapping[str, float]) -> RenderableType:
+    """Return the ranking as a table with a legend, by time, or by loss if no candidate has a time.
 
     Parameters
     ----------
@@ -234,7 +246,7 @@ def table(advice: Advice, factors: Mapping[str, float]) -> Table:
             "" if row.samples_per_s is None else f"{row.samples_per_s:,.0f}",
             f"{factors[row.label]:g}",
         )
-    return shown
+    return Group(shown, Text(f"{BY_TIME if timed else BY_LOSS}; {FACTOR}", "dim"))
 
 
 def _words(value: Any) -> str:

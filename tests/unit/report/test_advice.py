@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from hpcsync.report.advice import conclude, prediction, simplest, table, why
+from hpcsync.report.advice import Trial, conclude, prediction, simplest, table, verdict, why
 from hpcsync.report.variants import compare
 
 ORDER = ["allreduce", "bsp", "asp", "gossip"]
@@ -79,6 +79,26 @@ def test_without_any_time_the_loss_ranks_them():
     assert "by loss" in words and "behind" not in words
     timed = conclude(compare({"bsp": runs(1.0), "asp": runs(None)}), ORDER)
     assert "behind" in shown(table(timed, {"bsp": 1.0, "asp": 1.0})), "control"
+
+
+def test_a_legend_says_what_the_columns_are():
+    words = shown(table(conclude(compare({"bsp": runs(1.0), "asp": runs(2.0)}), ORDER), {"bsp": 1.0, "asp": 1.0}))
+    assert max(map(len, words.splitlines())) <= 80
+    words = " ".join(words.split())
+    for part in (
+        "behind: seconds after the fastest",
+        "*: not told from the fastest",
+        "lr x: factor of the job's learning",
+    ):
+        assert part in words
+
+
+@pytest.mark.parametrize(
+    ("n", "words"), [(1, "asp (1 seed gives no interval, 3 would)"), (2, "(2 seeds give no"), (3, "asp.")]
+)
+def test_what_few_seeds_cannot_tell_apart_is_said_to_follow_from_few(n, words):
+    advice = conclude(compare({"bsp": runs(*[1.0, 2.0, 3.0][:n]), "asp": runs(*[1.0, 2.1, 2.9][:n])}), ORDER)
+    assert words in verdict(advice, "loss 0.3", Trial(3, 1.0, 9.0, n))[1]
 
 
 def test_why_is_speed_and_need():
