@@ -14,10 +14,10 @@ import numpy as np
 
 from hpcsync.audit.ashl import evaluated_losses_are_recorded
 from hpcsync.audit.check import Check, check_all, check_rows
-from hpcsync.audit.progress import is_scheduled
+from hpcsync.audit.progress import is_scheduled, version_at_last_start
 from hpcsync.audit.server_recount import Recount
 from hpcsync.paradigms.adsp import AdspOptions
-from hpcsync.paradigms.records import UNTIL
+from hpcsync.paradigms.records import UNTIL, UNUSED
 from hpcsync.trace.iteration_counts import NEVER
 from hpcsync.trace.schema import Outcome
 
@@ -46,9 +46,10 @@ def check_commits(recount: Recount, paradigm: AdspOptions) -> list[Check]:
 
 
 def commits_count_one_of_all(recount: Recount) -> Check:
-    """Check that an applied push has weight 1 / n_workers and a dropped one 0."""
+    """Check that a push has weight 1 / n_workers, or 0 if it is dropped or has a problem so that it does not count."""
     pushes = recount.pushes
-    expected = np.where(pushes["outcome"] == Outcome.APPLIED, 1 / recount.n_workers, 0.0)
+    counts = (pushes["outcome"] == Outcome.APPLIED) & ~np.isin(pushes["problem"], [*UNUSED])
+    expected = np.where(counts, 1 / recount.n_workers, 0.0)
     return check_rows(
         "each commit has weight 1 / n_workers",
         ~(np.abs(pushes["weight"] - expected) <= SAME * expected),
@@ -479,6 +480,8 @@ class _EvaluatedAccount(_CommitAccount):
         from_version, from_s, until_s = np.array([need[:3] for need in self.needs]).reshape(-1, 3).T
         is_needed = ((from_version <= versions) & (from_s <= now_s) & (now_s <= until_s)).any(axis=1)
         is_due = is_scheduled(rows["samples"], self.recount.job.evaluation.every_samples)
+        if (resumed := version_at_last_start(self.recount.trace)) is not None:  # evaluations may have come more often
+            is_due[: np.count_nonzero(rows["version"] <= resumed) + 1] = True
         return [
             evaluated_losses_are_recorded(self.recount),
             check_rows(

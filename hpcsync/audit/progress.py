@@ -143,7 +143,7 @@ def evaluations_come_when_due(trace: Trace) -> Check:
     every = job.evaluation.every_samples
     samples = np.append(0, trace.tables["updates"]["samples"])
     last = len(samples) - 1
-    n_resumed = _version_at_last_start(trace)
+    n_resumed = version_at_last_start(trace)
     during = rows[:-1]  # the last one may be that at the end
     due = is_scheduled(during["samples"], every) | job.paradigm.requests_evaluations
     if n_resumed is not None:
@@ -238,7 +238,7 @@ def _next_update_s(trace: Trace, version: Rows) -> Rows:
     return next_s[np.clip(version + later, 0, len(updated_s))]
 
 
-def _version_at_last_start(trace: Trace) -> int | None:
+def version_at_last_start(trace: Trace) -> int | None:
     """Return the version with which a resumed run last went on; None if it never resumed."""
     starts = trace.tables["starts"]
     if len(starts) < 2:
@@ -257,7 +257,7 @@ def the_run_ends_by_its_rule(recount: Recount) -> Check:
     course = zip(*(updates[key].tolist() for key in ("samples", "version", "now_s")), strict=True)
     reached = np.array([stop.reached(samples=s, updates=version, seconds=now_s) for s, version, now_s in course], bool)
     too_many = reached[:-1].copy()
-    too_many[: _version_at_last_start(recount.trace) or 0] = False
+    too_many[: version_at_last_start(recount.trace) or 0] = False
     on_target = any(stop.satisfied(*row) for row in zip(rows["loss"].tolist(), rows["accuracy"].tolist(), strict=True))
     last_s = max(float(table["now_s"].max(initial=0.0)) for table in (recount.grants, recount.events))
     all_left = not recount.is_stop.any() and not len(recount.active(len(recount.events) - 1))

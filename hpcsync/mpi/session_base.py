@@ -134,6 +134,7 @@ class RankSession(Session):
         self._checks: StepChecks | None = None  # of a worker that runs a script
         self._problem_of = loss_check(job)  # of a worker of a job
         self._problem = Problem.NONE  # the worst since the last push
+        self._all_skipped = True  # all steps since then
         self._iterations: Iterations  # of a worker
         self._stepped = False
         super().__init__(rank=comm.rank, n_workers=job.cluster.workers)
@@ -233,12 +234,14 @@ class RankSession(Session):
             if self._checks is not None:
                 found = self._checks.problem(losses, self.flat.gradient)
             self._problem = max(self._problem, Problem.SKIPPED if self._skips else found)
+            self._all_skipped = self._all_skipped and self._skips
         return mean_loss
 
     def _take_problem(self) -> Problem:
-        """Return the worst problem since the last call."""
+        """Return the worst problem since the last call; of several steps that a push covers, some may be skipped."""
         found, self._problem = self._problem, Problem.NONE
-        return found
+        all_skipped, self._all_skipped = self._all_skipped, True
+        return Problem.NONE if found == Problem.SKIPPED and not all_skipped else found
 
     def _rates(self) -> tuple[float, Sequence[tuple[int, float]]]:
         """Return the learning rate of the script's optimizer, and the parameter groups with another rate than before.

@@ -266,6 +266,11 @@ class ParadigmOptions:
         return False
 
     @property
+    def depends_on(self) -> tuple[str, ...]:
+        """Keys of `[stop]` from which decisions follow, so that a resumed run must keep them."""
+        return ()
+
+    @property
     def needs_all(self) -> bool:
         """True if the run can be resumed only with all of its workers."""
         return False

@@ -207,9 +207,9 @@ class SyncSwitch(Paradigm):
 
     def _observe(self, losses: Sequence[float]) -> None:
         """Add the mean loss of a round to the window; a round with a loss that is not finite does not count."""
-        loss = math.fsum(losses) / len(losses)
-        if not math.isfinite(loss):
+        if not all(map(math.isfinite, losses)):
             return
+        loss = math.fsum(losses) / len(losses)
         self._means.append(loss)
         if len(self._means) == self._window:
             self._loss_before, self._mean_loss = self._mean_loss, math.fsum(self._means) / self._window
@@ -312,6 +312,11 @@ class SyncSwitchOptions(ParadigmOptions):
             "window": self.window,
             "momentum": self.momentum,
         }
+
+    @property
+    def depends_on(self) -> tuple[str, ...]:
+        """Keys of `[stop]` from which decisions follow."""
+        return () if self.share is None else ("samples",)
 
     @property
     def phases(self) -> tuple[ParadigmOptions, ...]:

@@ -73,6 +73,8 @@ def order_statistic_k(loss: float, loss_start: float, k_start: int, n_workers: i
     if loss <= 0 or k_start == n_workers:
         return float(n_workers)
     a = k_start**2 * loss_start / ((n_workers - k_start) * loss)
+    if a == 0:  # the loss is too large for a quotient
+        return 0.0
     # (-A + sqrt(A^2 + 4 A P)) / 2, in a form without cancellation for large A.
     return 2 * n_workers / (1 + math.sqrt(1 + 4 * n_workers / a))
 

@@ -213,9 +213,10 @@ def refuse_other_job(before: Job, job: Job) -> None:
         if old.get(table) != new.get(table):
             key, was, now = _difference(table, old.get(table), new.get(table))
             raise JobError(f"{key} = {shown(now)}: must be {shown(was)}, as it was when the run began")
-    for key in ("servers", "workers", "events"):
-        if (was := old["cluster"].get(key)) != (now := new["cluster"].get(key)):
-            raise JobError(f"cluster.{key} = {shown(now)}: must be {shown(was)}, as it was when the run began")
+    kept = [("cluster", key) for key in ("servers", "workers", "events")]
+    for table, key in kept + [("stop", key) for key in job.paradigm.depends_on]:
+        if (was := old[table].get(key)) != (now := new[table].get(key)):
+            raise JobError(f"{table}.{key} = {shown(now)}: must be {shown(was)}, as it was when the run began")
 
 
 def _difference(key: str, old: Any, new: Any) -> tuple[str, Any, Any]:

@@ -184,7 +184,7 @@ class Elastic(Rule):
     """Elastic averaging: the weights are a centre, and contributions are the positions of workers.
 
     The centre moves by the sum of its moves towards each worker, all measured from its previous position. Every
-    worker's position counts once, whatever its batches.
+    worker's position counts once, whatever its batches, or not at all if its steps have a problem.
     """
 
     def bind(self, weights: torch.nn.Parameter) -> None:
@@ -196,8 +196,10 @@ class Elastic(Rule):
     ) -> float:
         """Move the centre; `rate` is alpha."""
         centre = self._weights.data
-        moves = [towards(centre, position, rate) for position in contributions]
-        centre.add_(weighted_sum(moves, [1.0] * len(moves)))
+        counted = [position for position, weight in zip(contributions, weights, strict=True) if weight]
+        if counted:
+            moves = [towards(centre, position, rate) for position in counted]
+            centre.add_(weighted_sum(moves, [1.0] * len(moves)))
         return math.nan
 
 

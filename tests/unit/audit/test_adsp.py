@@ -13,6 +13,7 @@ from hpcsync.audit.server_recount import Recount
 from hpcsync.audit.trace_audit import audit
 from hpcsync.paradigms import Apply, Drop
 from hpcsync.paradigms.ashl import ASHL as ASHLPolicy
+from hpcsync.paradigms.records import Problem
 from tests.unit.audit.test_bounds import delay_grant
 from tests.unit.recorder import Recorder
 from tests.unit.trace import recorder
@@ -56,6 +57,15 @@ def adsp():
     trace = record(SEARCHING, jitter=0.3, updates=90)
     assert len(rows_of(trace, "commits")) >= 2
     return trace
+
+
+def test_a_commit_whose_steps_were_all_skipped_has_no_weight(adsp):
+    row = int(np.flatnonzero(adsp.tables["pushes"]["weight"] > 0)[3])
+    skipped = edit(adsp, "pushes", row, problem=Problem.SKIPPED, weight=0.0)
+    name = "each commit has weight 1 / n_workers"
+    assert name not in failing(skipped)
+    assert name in failing(edit(skipped, "pushes", row, weight=0.5))
+    assert name in failing(edit(adsp, "pushes", row, weight=0.0))
 
 
 # ---- ASHL ----

@@ -158,6 +158,13 @@ def test_rounds_without_a_loss_do_not_count():
     assert rounds_until_switch(losses, plateau=0.5, window=2)[0] == 7
 
 
+def test_infinities_of_both_signs_in_a_round_do_not_count():
+    paradigm = switching(2, samples=math.inf, plateau=0.5, window=2)
+    for worker, loss in enumerate((math.inf, -math.inf)):
+        paradigm.handle(PushInfo(1.0, worker, batch_size=BATCH, loss=loss))
+    assert paradigm.state()["means"] == []
+
+
 def test_whichever_comes_first():
     flat = [1.0] * 8
     paradigm = lambda samples: SyncSwitch(1, samples=samples, plateau=0.5, window=2)  # noqa: E731

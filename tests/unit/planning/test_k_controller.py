@@ -56,6 +56,7 @@ def test_they_begin_with_k_start_and_solve_their_equation(loss, k_start):
 
 def test_their_limits():
     assert order_statistic_k(0.0, LOSS_START, 1, 8) == order_statistic_k(-1.0, LOSS_START, 1, 8) == 8
+    assert order_statistic_k(1.7e308, 1e-20, 1, 8) == 0, "the quotient is too small for a float"
     assert order_statistic_k(1.0, LOSS_START, 8, 8) == 8
     assert linear_k(0.0, LOSS_START, 1) == math.inf
     for loss, loss_start in [(NAN, 1.0), (1.0, NAN), (1.0, 0.0), (1.0, -1.0)]:

@@ -90,6 +90,16 @@ def test_changes_that_a_resumed_run_may_make(changed, line):
         assert str(told.value) == line
 
 
+def test_a_switch_at_a_share_of_the_samples_stays_where_it_was():
+    switch = {"name": "sync-switch", "then": {"name": "asp"}, "share": 0.5}
+    by_share, longer = (make_job(paradigm=switch, stop={"samples": n}) for n in (160, 320))
+    with pytest.raises(JobError, match=r"^stop\.samples = 320: must be 160, as it was when the run began$"):
+        checkpoint.refuse_other_job(by_share, longer)
+    del switch["share"]
+    by_loss, longer = (make_job(paradigm=switch | {"plateau": 0.1}, stop={"samples": n}) for n in (160, 320))
+    checkpoint.refuse_other_job(by_loss, longer)
+
+
 # ---- killed at any moment ----
 
 

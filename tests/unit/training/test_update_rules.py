@@ -98,6 +98,17 @@ def test_every_position_counts_once_whatever_its_batches():
     assert torch.equal(parameter.data, updated(centre, positions, 0.2))
 
 
+def test_a_position_without_weight_does_not_count():
+    centre, positions = random(101), random(3, 101)
+    positions[1] = float("inf")
+    parameter, rule = torch.nn.Parameter(centre.clone()), Elastic()
+    rule.bind(parameter)
+    rule.update(list(positions.clone()), 0.2, [1.0, 0.0, 1.0], 2.0)
+    assert torch.equal(parameter.data, updated(centre, positions[[0, 2]], 0.2))
+    rule.update([positions[1].clone()], 0.2, [0.0], 1.0)
+    assert torch.equal(parameter.data, updated(centre, positions[[0, 2]], 0.2))
+
+
 # ---- gradients ----
 
 
