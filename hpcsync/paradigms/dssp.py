@@ -427,7 +427,7 @@ class DsspOptions(ParadigmOptions):
     def bound(self) -> str:
         """Description of the synchronisation, for messages."""
         at_most = f"with credits {self.staleness_max}" if self.enforce_max else "without credits"
-        return f"a worker more than {self.staleness_min} ({at_most}) iterations ahead of the slowest waits for it"
+        return f"a worker more than {self.staleness_min} ({at_most}) iterations ahead waits for the slowest"
 
     @property
     def label(self) -> str:

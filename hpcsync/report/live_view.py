@@ -10,13 +10,24 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from hpcsync.report.live import PARTS, Status, Workers
+from hpcsync.report.live import PARTS, Decision, Status, Workers
 
 OLD_S, OLD = 10.0, 3  # seconds, and intervals, after which a status of a running run is said to be old
 LOAD_SHOWN = 0.01  # share of a worker's time from which on loading has a column
 WIDE = 66  # columns of a terminal that all columns of the table but the hosts take
 LEAST_OF_HOST = 8  # columns for the names of hosts, or there are none
 TROUBLE = ("died", "stalled", "left")  # states whose workers come first
+DECISIONS = {  # of controllers, in words
+    "batches": "worker {worker} takes batches of {chosen}",
+    "commits": "{chosen} commits of each worker in a period",
+    "k": "an update is made of {chosen} contributions",
+    "local-steps": "worker {worker} makes {chosen} local steps per push",
+    "ratio": "worker {worker} sends {chosen} of the elements of a push",
+    "reward": "{chosen} commits of each worker in a period were tried",
+    "share": "worker {worker} takes {chosen} of the data",
+    "stage": "stage {chosen} begins",
+    "switch": "switched after {chosen} samples",
+}
 STYLES = {"died": "bold red", "stalled": "bold yellow", "left": "dim", "computing": "green", "waiting": "yellow"}
 
 
@@ -127,14 +138,21 @@ def _folded(workers: Workers, folded: Sequence[int]) -> str:
 
 
 def _decisions(status: Status) -> list[Text]:
-    lines = []
-    for d in status.decisions:
-        chosen = "" if d.chosen is None else f"{d.chosen:.4g} "
-        why = ", ".join(f"{name} {value:.4g}" for name, value in sorted(d.inputs.items()))
-        lines.append(
-            Text(f"{d.controller}: {chosen}for worker {d.worker} at {d.now_s:.1f} s" + (f" ({why})" if why else ""))
-        )
-    return lines
+    return [Text(f"{d.controller} at {d.now_s:.1f} s: {_in_words(d)}") for d in status.decisions]
+
+
+def _in_words(d: Decision) -> str:
+    """Return a decision in words; its inputs are in the trace and in `hpcsync watch --json`."""
+    if d.controller == "dssp":
+        gap_iters = d.inputs.get("gap_iters")
+        ahead = "" if gap_iters is None else f", {gap_iters:.0f} ahead,"
+        return f"worker {d.worker}{ahead} " + (f"gets credits for {_iterations(d.chosen)}" if d.chosen else "waits")
+    chosen = "?" if d.chosen is None else f"{d.chosen:.4g}"
+    return DECISIONS.get(d.controller, "{chosen} for worker {worker}").format(chosen=chosen, worker=d.worker)
+
+
+def _iterations(n: float) -> str:
+    return f"{n:.0f} iteration{'s' * (n != 1)}"
 
 
 def _stalls(status: Status) -> list[Text]:

@@ -103,7 +103,9 @@ class Progress:
             self._live.start()
             self._live.update(self._bar(_standing(now_s, run)), refresh=True)
         else:
-            self._console.print("  ".join([_standing(now_s, run), *self._speed()]), soft_wrap=True)
+            done = [f"{run.samples:>9} samples"] if math.isnan(share) else []
+            line = [f"{now_s:7.1f} s", *done, *self._speed(), *_quality(run)]
+            self._console.print("  ".join(line), soft_wrap=True)
 
     def close(self) -> None:
         """Restore the terminal. Repeated calls have no effect."""
@@ -140,11 +142,14 @@ class Progress:
 
 
 def _standing(now_s: float, run: Standing) -> str:
-    line = f"{now_s:7.1f} s  {run.samples:>9} samples  {run.version:>7} updates"
-    for name, value, digits in (("loss", run.last_loss, ".4g"), ("accuracy", run.last_accuracy, ".4f")):
-        if not math.isnan(value):
-            line += f"  {name} {value:{digits}}"
-    return line
+    counts = [f"{now_s:7.1f} s", f"{run.samples:>9} samples", f"{run.version:>7} updates"]
+    return "  ".join([*counts, *_quality(run)])
+
+
+def _quality(run: Standing) -> list[str]:
+    """Return the last loss and accuracy, as far as they are known."""
+    last = (("loss", run.last_loss, ".4g"), ("accuracy", run.last_accuracy, ".4f"))
+    return [f"{name} {value:{digits}}" for name, value, digits in last if not math.isnan(value)]
 
 
 def _hours(seconds: float) -> str:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from hpcsync.paradigms.dssp import DsspOptions
 from hpcsync.report import live_view
 from hpcsync.report.live import PARTS, VERSION, Decision, Moment, RowTally, Stall, Status, Workers, columns, time_left
 from hpcsync.report.summary import summarize
@@ -124,7 +125,34 @@ def test_it_says_what_one_wants_to_know():
     shown = text(status())
     for part in ("running", "40 %", "1,234 samples/s", "0:01:00 left (0:00:50 to 0:01:15)", "accuracy 0.9100"):
         assert part in shown
-    assert "dssp: 3 for worker 1 at 12.0 s (interval_s 0.5)" in shown
+    assert "dssp at 12.0 s: worker 1 gets credits for 3 iterations\n" in "\n".join(map(str.rstrip, shown.splitlines()))
+
+
+GAP = {"gap_iters": 6.0, "interval_s": 0.05964, "predicted_wait_s": -0.0003577, "r_star": 4.0, "slowest": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("controller", "chosen", "inputs", "words"),
+    [
+        ("dssp", 4.0, GAP, "dssp at 4.0 s: worker 1, 6 ahead, gets credits for 4 iterations"),
+        ("dssp", 1.0, GAP, "dssp at 4.0 s: worker 1, 6 ahead, gets credits for 1 iteration"),
+        ("dssp", 0.0, GAP, "dssp at 4.0 s: worker 1, 6 ahead, waits"),
+        ("k", 3.0, {"x": 1.0}, "k at 4.0 s: an update is made of 3 contributions"),
+        ("batches", 48.0, {}, "batches at 4.0 s: worker 1 takes batches of 48"),
+        ("share", None, {}, "share at 4.0 s: worker 1 takes ? of the data"),
+        ("another", 2.5, {"x": 1.0}, "another at 4.0 s: 2.5 for worker 1"),
+    ],
+)
+def test_decisions_are_in_words(controller, chosen, inputs, words):
+    decision = Decision(controller=controller, worker=1, chosen=chosen, now_s=4.0, inputs=inputs)
+    lines = [line.rstrip() for line in text(status(decisions=(decision,))).splitlines()]
+    assert words in lines
+
+
+@pytest.mark.parametrize("mode", ["bounded", "paper"])
+def test_the_bound_of_dssp_fits_a_line(mode):
+    bound = DsspOptions(staleness_min=10, staleness_max=100, mode=mode).bound
+    assert bound in text(status(bound=bound)).splitlines()[-1] and len(bound) <= 80
 
 
 @pytest.mark.parametrize("n_workers", [1, 3, 16, 17, 18, 1000])

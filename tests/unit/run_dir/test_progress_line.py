@@ -58,7 +58,7 @@ def test_interval_after_a_long_pause(progress, clock, text):
 def test_contents_of_the_line(progress, clock, text):
     clock.now_s = 2.5
     progress.show(2.5, coordinator())
-    assert text.getvalue().split() == "2.5 s 1234 samples 56 updates loss 0.25".split()
+    assert text.getvalue().split() == "2.5 s 1234 samples loss 0.25".split()
 
 
 def test_on_a_terminal_one_line_changes_and_is_removed_at_the_end(text, clock):
@@ -88,7 +88,18 @@ def test_without_a_limit_no_share_is_known(text, clock):
     progress = Progress(Console(file=text, width=120, highlight=False), Stop(target_loss=0.1), clock=clock)
     for clock.now_s in range(5):
         progress.show(clock.now_s, coordinator(samples=100 * clock.now_s))
-    assert [line.split("loss 0.25")[1] for line in text.getvalue().splitlines()] == ["  100 samples/s"] * 2
+    said = [line.split() for line in text.getvalue().splitlines()]
+    assert said == [f"{n}.0 s {n}00 samples 100 samples/s loss 0.25".split() for n in (2, 4)]
+
+
+def test_a_line_fits_into_80_columns(text, clock):
+    progress = Progress(Console(file=text, width=120, highlight=False), Stop(samples=2_000_000), clock=clock)
+    for clock.now_s in range(0, 7):
+        samples = 1_000_000 + 10_000 * clock.now_s
+        progress.show(10_000.0 + clock.now_s, coordinator(loss=0.001234, accuracy=0.9, samples=samples))
+    lines = text.getvalue().splitlines()
+    assert lines[-1] == "10006.0 s  53 %  10,000 samples/s  0:01:34 left  loss 0.001234  accuracy 0.9000"
+    assert max(map(len, lines)) <= 80
 
 
 def test_accuracy_once_it_is_known(progress, clock, text):
