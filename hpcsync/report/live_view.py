@@ -100,7 +100,8 @@ def _progress(status: Status, width: int) -> list[RenderableType]:
     if status.accuracy is not None:
         counts.append(f"accuracy {status.accuracy:.4f}")
     if status.target is not None:
-        counts.append(f"(target {status.target})")
+        kind, _, value = status.target.partition(" ")
+        counts[-1] += f" (target {value if counts[-1].startswith(kind) else status.target})"
     return [row, Text("  ".join(counts))]
 
 

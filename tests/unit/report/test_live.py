@@ -128,6 +128,18 @@ def test_it_says_what_one_wants_to_know():
     assert "dssp at 12.0 s: worker 1 gets credits for 3 iterations\n" in "\n".join(map(str.rstrip, shown.splitlines()))
 
 
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("accuracy 0.97", "accuracy 0.9100 (target 0.97)"),
+        ("loss 0.3", "accuracy 0.9100 (target loss 0.3)"),
+        (None, "accuracy 0.9100"),
+    ],
+)
+def test_the_target_is_beside_what_it_is_of(target, words):
+    assert f"loss 0.25  {words}" in map(str.rstrip, text(status(target=target)).splitlines()[2].split("updates  "))
+
+
 GAP = {"gap_iters": 6.0, "interval_s": 0.05964, "predicted_wait_s": -0.0003577, "r_star": 4.0, "slowest": 0.0}
 
 
