@@ -4,7 +4,7 @@ Traces of one job with different seeds are drawn as one line: their mean, in a b
 mean, or with two seeds the range of the values. It ends where the longest of these runs ends: a run that has ended
 keeps its last value, and the line is thin from the end of the shortest run on. Values between evaluations are
 interpolated linearly. A dot marks the last evaluation of each run, a thin line a target, a circle the evaluation at
-which a run first reached the target, and a tick its time.
+which a run first reached the target, and a tick its time. Runs whose last loss is not finite are named above.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ def draw(traces: list[Trace]) -> list[Drawing]:
         ]
     )
     if not len(frame):
-        raise TraceError(f"{traces[0].path}: nothing to draw: no evaluation has a loss or an accuracy")
+        raise TraceError(f"{traces[0].path}: nothing to draw: no evaluation has a finite loss or an accuracy")
     frame = frame[["trace", "runs", "quantity", "drawn", *AGAINST, "mean", "low", "high"]]
     frame = frame.astype({"runs": "Int64", "samples": "Int64"})
     shown = [quantity for quantity in QUANTITIES if (frame["quantity"] == quantity).any()]
     figure, axes = panels(len(shown))
+    diverged = [words for name, group in zip(looks, groups, strict=True) if (words := _diverged(name, group))]
     for row, quantity in zip(axes, shown, strict=True):
         for axis, x in zip(row, AGAINST, strict=True):
             of_quantity = frame[frame["quantity"] == quantity]
@@ -69,8 +70,17 @@ def draw(traces: list[Trace]) -> list[Drawing]:
     how = f"{words}, thin: some have ended; " if words else ""
     circles = "; circles: target reached" if (frame["drawn"] == "target").any() else ""
     handles = axes[0, 0].get_legend_handles_labels()[0]
-    plotting.add_legend(figure, handles, f"{how}dots: the end of each run{circles}")
+    lost = "".join(f"; {words}" for words in diverged)
+    plotting.add_legend(figure, handles, f"{how}dots: the end of each run{circles}{lost}")
     return [Drawing(figure, frame)]
+
+
+def _diverged(name: str, group: list[Trace]) -> str:
+    """Return in words which runs of a group end with a loss that is not finite, whose lines end before; "" if none."""
+    losses = [trace.tables["evaluations"]["loss"] for trace in group]
+    n_lost = sum(len(each) > 0 and not np.isfinite(each[-1]) for each in losses)
+    of = f" in {n_lost} of {len(group)} runs" if n_lost < len(group) else ""
+    return f"{name}: loss not finite at the end{of}" if n_lost else ""
 
 
 def panels(n_quantities: int) -> tuple[Figure, Rows]:

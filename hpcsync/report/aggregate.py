@@ -9,7 +9,8 @@ import numpy as np
 
 from hpcsync.config.cluster import ClusterEvent
 from hpcsync.core.batch_sizes import sizes_at_first
-from hpcsync.paradigms.records import NO_PEER
+from hpcsync.core.step_problems import NOT_FINITE
+from hpcsync.paradigms.records import NO_PEER, Problem
 from hpcsync.trace.reader import Trace, TraceFile
 from hpcsync.trace.schema import Outcome, Rows
 
@@ -45,6 +46,8 @@ class Tally:
         Seconds of compression; None if the run does not compress.
     steps_max
         Largest number of iterations in a push.
+    diverged_s
+        Time from which on no step had a finite loss and gradient until the end; None if the last ones were finite.
 
     Notes
     -----
@@ -74,6 +77,7 @@ class Tally:
         self.commits = self.paradigm.commits_at_first
         self.encode_s = np.zeros(n_workers) if self.served and trace.job.compresses else None
         self.steps_max = 0
+        self.diverged_s: float | None = None
         self.parts_s = {part: np.zeros(n_workers) for part in ("load", "compute", "wait", "comm")}
         for table, add in (
             ("updates", self._add_updates),
@@ -97,6 +101,7 @@ class Tally:
         self._add_drops(rows[rows["outcome"] == Outcome.DROPPED])
         np.add.at(self.samples_computed, rows["worker"], rows["share"] * rows["batch_size"])
         self._add_costs(rows)
+        self._add_problems(rows)
         if self.encode_s is not None:
             np.add.at(self.encode_s, rows["worker"], rows["encode_s"])
 
@@ -111,11 +116,22 @@ class Tally:
         np.add.at(self.iterations, rows["worker"], rows["batch_size"] > 0)
         np.add.at(self.exchanges, rows["worker"], (rows["peer"] != NO_PEER) & (rows["peer"] != rows["worker"]))
         self._add_costs(rows)
+        self._add_problems(rows[rows["batch_size"] > 0])
 
     def _add_costs(self, rows: Rows) -> None:
         np.add.at(self.wire_bytes, rows["worker"], rows["wire_bytes"])
         for part, sums_s in self.parts_s.items():
             np.add.at(sums_s, rows["worker"], rows[f"{part}_s"])
+
+    def _add_problems(self, rows: Rows) -> None:
+        if "problem" not in (rows.dtype.names or ()):  # a trace of an earlier release
+            return
+        rows = rows[np.isin(rows["problem"], [Problem.NONE, *NOT_FINITE])]
+        finite = np.flatnonzero(rows["problem"] == Problem.NONE)
+        if len(finite):
+            self.diverged_s, rows = None, rows[finite[-1] + 1 :]
+        if self.diverged_s is None and len(rows):
+            self.diverged_s = float(rows["now_s"][0])
 
     def _add_grants(self, rows: Rows) -> None:
         starts = rows[rows["local_steps"] > 0]

@@ -103,6 +103,10 @@ class Summary(BaseModel):
         Number of the events of the job, and descriptions of those that did not occur before the run ended.
     wait_share
         Share of all workers' time.
+    final_loss
+        Loss of the last evaluation; None if it is not finite.
+    diverged_at
+        Update from which on no loss was finite until the end.
     buffers
         Choice of the buffers, such as running statistics, of models that have any: `evaluation.buffers` of the job.
     consensus_distance
@@ -147,6 +151,7 @@ class Summary(BaseModel):
     best_accuracy: float | None
     final_loss: float | None
     best_loss: float | None
+    diverged_at: int | None
     buffers: str
     consensus_distance: float | None
     iterations: int
@@ -214,8 +219,9 @@ def summarize(trace: Trace | TraceFile) -> Summary:
         samples_per_s=tally.samples / tally.duration_s if tally.duration_s else None,
         final_accuracy=accuracies[-1] if accuracies else None,
         best_accuracy=max(accuracies, default=None),
-        final_loss=losses[-1] if losses else None,
+        final_loss=losses[-1] if losses and math.isfinite(evaluations["loss"][-1]) else None,
         best_loss=min(losses, default=None),
+        diverged_at=_diverged_at(trace, tally, evaluations),
         buffers=trace.job.evaluation.buffers,
         consensus_distance=distances[-1] if distances else None,
         tracing_overhead_s=float(trace.attributes.get("tracing_overhead_s", 0.0)),
@@ -288,6 +294,15 @@ def _target(trace: Trace | TraceFile, evaluations: Rows) -> tuple[str | None, fl
     return " or ".join(words) or None, float(times_s.min()) if len(times_s) else None
 
 
+def _diverged_at(trace: Trace | TraceFile, tally: Tally, evaluations: Rows) -> int | None:
+    """Return the update from which on the losses of steps, or else those of evaluations, were not finite."""
+    if tally.diverged_s is not None:
+        return sum(int((rows["now_s"] <= tally.diverged_s).sum()) for rows in trace.slices("updates"))
+    finite = np.flatnonzero(np.isfinite(evaluations["loss"]))
+    after = evaluations["version"][finite[-1] + 1 :] if len(finite) else evaluations[:0]
+    return int(after[0]) if len(after) else None
+
+
 def _known(values: Rows) -> list[float]:
     return [float(value) for value in values if math.isfinite(value)]
 
@@ -341,10 +356,13 @@ def _head(summary: Summary) -> RenderableType:
         head.add_row("batches", f"{_sizes(sizes)} samples at the end")
     for name, final, best in (
         ("accuracy", summary.final_accuracy, summary.best_accuracy),
-        ("loss", summary.final_loss, summary.best_loss),
+        ("loss", None if summary.diverged_at is not None else summary.final_loss, summary.best_loss),
     ):
         if final is not None:
             head.add_row(name, f"{final:.4g} at the end, best {best:.4g}{_BUFFERS[summary.buffers]}")
+    if summary.diverged_at is not None:
+        before = "" if summary.best_loss is None else f", best {summary.best_loss:.4g} before"
+        head.add_row("loss", Text(f"not finite since update {summary.diverged_at:,}{before}", "bold red"))
     if summary.consensus_distance is not None:
         head.add_row("weights", f"{summary.consensus_distance:.4g} apart at the end (consensus distance)")
     return head

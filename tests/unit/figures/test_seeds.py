@@ -13,7 +13,7 @@ from hpcsync.figures import plotting, staleness, waiting
 from hpcsync.report.variants import estimate, mean_and_band
 from tests.unit.figures.test_figures import with_seed
 from tests.unit.trace import peer_recorder
-from tests.unit.trace.recorder import edit, record, with_status
+from tests.unit.trace.recorder import edit, record, with_rows, with_status
 
 GROUPED = ("accuracy", "adaptive", "consensus", "leads", "staleness", "waiting")
 MEAN = {"accuracy": "mean", "consensus": "consensus_distance", "leads": "push_gap_iters", "waiting": "wait_share"}
@@ -208,3 +208,17 @@ def test_edges_of_a_band_have_the_dashes_of_their_line():
     _, ((alone,),) = plotting.panels(1, height=1.0)
     plotting.draw_mean(alone, plotting.averaged([np.array([[0.0, 1], [1, 2]])]), look)
     assert len(alone.lines) == 1 and not alone.collections, "one seed has no band"
+
+
+def test_runs_whose_last_loss_is_not_finite_are_named():
+    traces = three("accuracy")
+    (drawing,) = figures.draw("accuracy", traces)
+    assert "not finite" not in words(drawing)  # the control
+    lost = [edit(traces[0], "evaluations", -1, loss=np.nan), *traces[1:]]
+    (drawing,) = figures.draw("accuracy", lost)
+    assert words(drawing).strip().endswith("; SSP, s = 2: loss not finite at the end in 1 of 3 runs")
+    none = traces[0].tables["evaluations"].copy()
+    none["loss"] = np.inf
+    (drawing,) = figures.draw("accuracy", [with_rows(traces[0], "evaluations", none)])
+    assert words(drawing).strip().endswith("; SSP, s = 2: loss not finite at the end")
+    assert set(drawing.data["quantity"]) == {"accuracy"}

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from hpcsync.audit.server_recount import Recount
 from hpcsync.config.cluster import ClusterEvent
-from hpcsync.paradigms.records import NO_PEER
+from hpcsync.paradigms.records import NO_PEER, Problem
 from hpcsync.report.summary import summarize, table
 from hpcsync.trace import reader, schema
 from hpcsync.trace.reader import TraceError
@@ -114,6 +114,36 @@ def test_time_to_target(target, words, time_s):
 def test_unknown_fields_are_none():
     summary = summarize(trace(evaluations=[(1.0, 1, 8, math.nan, math.nan, math.nan)]))
     assert summary.final_loss is summary.best_loss is summary.final_accuracy is summary.best_accuracy is None
+
+
+LOST, SKIPPED = Problem.LOSS_NOT_FINITE, Problem.SKIPPED
+
+
+@pytest.mark.parametrize(
+    ("problems", "losses", "diverged_at"),
+    [
+        ((0, 0, LOST, SKIPPED, LOST), (2.3, 0.4, INF, NAN), 3),  # handled at 2.5 s, with update 3
+        ((LOST,) * 5, (NAN,) * 4, 1),
+        ((0, LOST, LOST, 0, 0), (2.3, NAN, 0.4, 0.5), None),  # it has recovered
+        ((0,) * 5, (2.3, 0.4, NAN, NAN), 3),  # no worker computes a loss: by the evaluation of version 3
+        ((0,) * 5, (NAN,) * 4, None),  # the evaluation has no loss
+        ((0,) * 5, (2.3, 0.4, 0.5, 0.6), None),
+    ],
+)
+def test_a_run_that_diverges_is_told(problems, losses, diverged_at):
+    rows = [(*row[:3], loss, *row[4:]) for row, loss in zip(EVALUATIONS, losses, strict=True)]
+    run = trace(evaluations=rows)
+    pushes = run.tables["pushes"].copy()
+    pushes["problem"] = problems
+    summary = summarize(with_rows(run, "pushes", pushes))
+    assert summary.diverged_at == diverged_at
+    assert summary.final_loss == (losses[-1] if math.isfinite(losses[-1]) else None)
+    row = re.search("loss .*", text(summary))
+    if diverged_at is not None:
+        best = ", best 0.4 before" if math.isfinite(losses[0]) else ""
+        assert row[0].split() == f"loss not finite since update {diverged_at}{best}".split()
+    else:
+        assert row is None if summary.final_loss is None else "at the end" in row[0]
 
 
 def test_empty_run():
