@@ -80,7 +80,7 @@ PARADIGMS = {  # by name, some followed by what is special
     "gossip": 'mode = "pull"',
     "stanza": 'cut = "7"',
 }
-STEPS = ("", "starting", "loading libraries", "loading model", "setting up", "training", " samples ")  # what it says
+STEPS = ("", "starting", "loading libraries", "loading model", "setting up", "training", " samples/s")  # what it says
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL)
 TARGETS = ("hpcsync", "launcher", "rank")
 

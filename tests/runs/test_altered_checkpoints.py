@@ -53,7 +53,7 @@ def test_an_altered_checkpoint_is_refused_in_one_line(tmp_path: Path) -> None:
     job, out, touched = tmp_path / "job.toml", tmp_path / "out", tmp_path / "touched"
     job.write_text(JOB)
     with started(hpcsync("run", job, "--out", out)) as program:
-        program.wait_for(lambda said: " samples " in said.out)
+        program.wait_for(lambda said: " samples/s" in said.out)
         program.process.send_signal(signal.SIGTERM)
         assert program.status == TO_BE_RESUMED, program.err
     saved = checkpoint.newest(out)

@@ -156,7 +156,7 @@ def test_the_run_ends_and_its_trace_can_be_read(deaths: tuple[Death, ...], tmp_p
             for death, folder in zip(deaths, folders, strict=True)
         ]
         for program in programs:
-            program.wait_for(lambda said: " samples " in said.out)  # which is said right after the trace's first flush
+            program.wait_for(lambda said: " samples/s" in said.out)  # which is said right after the trace's first flush
         for death, folder, program in zip(deaths, folders, programs, strict=True):
             assert len(program.left()) >= 4, "three ranks and a launcher are alive until something happens"
             die(program, folder, death)

@@ -60,7 +60,7 @@ def test_who_stands_still_is_named_and_nobody_else(tmp_path: Path) -> None:
             for name, folder in zip(RUNS, folders, strict=True)
         ]
         for program in programs:
-            program.wait_for(lambda said: " samples " in said.out)
+            program.wait_for(lambda said: " samples/s" in said.out)
         assert not any("stalls" in program.err for program in programs)
         for program in programs:
             program.rank(2).send_signal(signal.SIGSTOP)

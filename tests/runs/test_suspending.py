@@ -32,7 +32,7 @@ def test_what_was_interrupted_goes_on_as_if_it_had_not_been(tmp_path: Path) -> N
     job, out = tmp_path / "job.toml", tmp_path / "out"
     job.write_text(JOB)
     with started(hpcsync("run", job, "--out", out, "--set", "stop.updates=100_000")) as program:
-        program.wait_for(lambda said: " samples " in said.out)
+        program.wait_for(lambda said: " samples/s" in said.out)
         program.process.send_signal(signal.SIGUSR1)
         program.wait_for(lambda _: checkpoint.newest(out) is not None)
         program.process.send_signal(signal.SIGTERM)
