@@ -48,6 +48,9 @@ class Session(ABC):
         Number of workers that train.
     stopped
         True once the run is over for this process; its loaders then end.
+    batches_before
+        Batches that this worker had trained on when the run was resumed: how often a scheduler that steps with every
+        batch has to step before the loop.
     """
 
     def __init__(self, *, rank: int, n_workers: int, worker: int | None = None) -> None:
@@ -55,6 +58,7 @@ class Session(ABC):
         self.worker = worker
         self.n_workers = n_workers
         self.stopped = False
+        self.batches_before = 0
         self._entered = False
         self._losses: list[torch.Tensor | float] = []  # of the step under way
 

@@ -29,7 +29,7 @@ from hpcsync.mpi.transport.ulfm import RankFailed, leave_with, survivors, tolera
 from hpcsync.mpi.transport.window_selection import WindowSelection
 from hpcsync.paradigms.records import Problem
 from hpcsync.run_dir.checkpoint import Checkpoints
-from hpcsync.state import StateError, restore_arrays
+from hpcsync.state import StateError, built, restore_arrays
 from hpcsync.system import launch_output, launcher
 from hpcsync.system.atomic_files import NotWritten
 from hpcsync.system.signals import TO_BE_RESUMED, Terminated, left_to_rank_0
@@ -105,6 +105,11 @@ class Given(NamedTuple):
             pairs = zip(self.model.parameters(), module.parameters(), strict=True)
             return [copy for original, copy in pairs if id(original) in given]
         return [p for p in module.parameters() if id(p) in given]
+
+
+def batches_of(state: Mapping[str, Any] | None) -> int:
+    """Return how many batches a worker had trained on when it wrote this state."""
+    return 0 if state is None else built(int, state["iterations"]["used"])
 
 
 class RankSession(Session):

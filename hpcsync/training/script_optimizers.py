@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from hpcsync.config.torch_optimizers import IMPLEMENTATION
-from hpcsync.state import built
+from hpcsync.state import built, plain
 from hpcsync.training.flat_model import FlatModel
 from hpcsync.training.optimizers import ELEMENTWISE, ServerOptimizer, WorkerOptimizer
 
@@ -117,16 +117,20 @@ class ScriptOptimizers:
 
     def state(self) -> dict[str, Any]:
         """Return what a step that is still to be made needs besides its gradient, for a checkpoint."""
-        return {"stepping": self.stepping, "present": self.present}
+        return {**plain(self.step_to_make()), "present": self.present}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore this; the gradient of the step is in the flat vector again."""
-        self.stepping = built(int | None, state["stepping"])
+    @contextmanager
+    def finishing(self, state: Mapping[str, Any] | None) -> Iterator[None]:
+        """Let the step be the one of a checkpoint, whose gradient is in the flat vector again, and forget it then.
+
+        Checkpoints of before have none.
+        """
+        if state is None:
+            yield
+            return
         self.flat.return_gradient(built(list[bool], state["present"]))
-
-    def forget_step(self) -> None:
-        """Forget a step that has been made since `restore`."""
-        self.stepping = self.only
+        with self.following([StepToMake(built(int, state["stepping"]), built(list[float], state["numbers"]))]):
+            yield
         self.flat.drop_gradient()
 
     @property
@@ -358,17 +362,24 @@ def clipped(norm: float, limit: float | None) -> float:
 class OwnOptimizer(WorkerOptimizer):
     """The script's optimizers, as they step on the model's own parameters.
 
+    Learning rates and the like are no part of the state: a resumed script goes through its epochs again, and its
+    schedulers with it.
+
     Parameters
     ----------
     script
         The optimizers.
     """
 
-    state_types = {"_options": list[list[float]], "_kept": list[dict[int, Any]], "_lr": list[list[float]]}
+    state_types = {"_kept": list[dict[int, Any]], "_lr": list[list[float]]}
 
     def __init__(self, script: ScriptOptimizers) -> None:
         self._script = script
         self._lr = [[0.0] * len(each.param_groups) for each in script.optimizers]  # of each group's last step
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore a state; checkpoints of before have the numbers of all groups too."""
+        super().restore({name: value for name, value in state.items() if name != "options"})
 
     def step(self, gradient: torch.Tensor, lr: float) -> None:
         """Make the script's step; the gradient is in the model's flat vector, `lr` a factor of the script's rates."""
@@ -425,14 +436,6 @@ class OwnOptimizer(WorkerOptimizer):
                         buffer = optimizer.state[parameter].get("momentum_buffer")
                         if buffer is not None:
                             yield index_of[id(parameter)], buffer, -lr * group["momentum"]
-
-    @property
-    def _options(self) -> list[list[float]]:
-        return _options(self._script.optimizers, self._script.numbers)
-
-    @_options.setter
-    def _options(self, saved: list[list[float]]) -> None:
-        _set_options(self._script.optimizers, self._script.numbers, saved)
 
     @property
     def _kept(self) -> list[dict[int, Any]]:

@@ -606,8 +606,8 @@ def settled(it: Any) -> Any:
     """Return what is compared: of a store, whose buffers are windows, its state and its rule."""
     script = it._rule._optimizer if hasattr(it, "made") else it
     if isinstance(script, OwnOptimizer | PieceOptimizer):
-        own = script._lr if isinstance(script, OwnOptimizer) else script._momentum
-        return [script._options, script._kept, own, it.weights.clone() if hasattr(it, "made") else 0]
+        own = [script._lr] if isinstance(script, OwnOptimizer) else [script._options, script._momentum]
+        return [script._kept, own, it.weights.clone() if hasattr(it, "made") else 0]
     return [it.state(), it._rule] if isinstance(it, Store) else it
 
 
@@ -617,6 +617,9 @@ def restored_from(make: Callable[[], Any], original: Any, state: dict[str, Any])
         it._parameter.data.copy_(original._parameter.data)
     if isinstance(it, OwnOptimizer):
         it._script.flat.weights.copy_(original._script.flat.weights)
+        for optimizer, another in zip(it._script.optimizers, original._script.optimizers, strict=True):
+            for group, other in zip(optimizer.param_groups, another.param_groups, strict=True):
+                group["lr"] = other["lr"]  # as the script itself sets it again
     if isinstance(it, Change):  # the next read replaces both
         it.weights.copy_(original.weights)
         it._read = original._read

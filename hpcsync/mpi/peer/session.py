@@ -23,7 +23,7 @@ from hpcsync.mpi.peer.exchange import AllReducing, Averaging, Exchange, Setup, S
 from hpcsync.mpi.peer.gossip import Pulling, Pushing
 from hpcsync.mpi.peer.pairs import Pairing
 from hpcsync.mpi.peer.stanza import StanzaExchange
-from hpcsync.mpi.session_base import Given, RankSession
+from hpcsync.mpi.session_base import Given, RankSession, batches_of
 from hpcsync.mpi.transport import cuda, messages
 from hpcsync.mpi.transport.progress_engine import choose
 from hpcsync.paradigms.peer_method import ExchangeResult
@@ -63,6 +63,7 @@ class PeerSession(RankSession):
         super().__init__(given, _layers(comm, job, given.model))
         self.worker = comm.rank
         run, self._resumed = checkpoints.state(RUN), checkpoints.state(self._name)
+        self.batches_before = batches_of(self._resumed)
         method = create_method(job)
         self._link = PeerChannel(
             comm,

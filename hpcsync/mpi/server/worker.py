@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from hpcsync.core.session import Asked
 from hpcsync.core.worker_machine import WorkerMachine
 from hpcsync.mpi.server.channel import Reader, ServerChannel
 from hpcsync.mpi.server.session import LinkedSession
-from hpcsync.mpi.session_base import Given
+from hpcsync.mpi.session_base import Given, batches_of
 from hpcsync.mpi.transport import cuda, messages
 from hpcsync.paradigms.records import PushInfo
 from hpcsync.planning.speed_estimator import Estimator
@@ -249,6 +250,7 @@ class WorkerSession(LinkedSession):
         super().__init__(given)
         self.worker = worker
         self._resumed = checkpoints.state(self._name)
+        self.batches_before = batches_of(self._resumed)
         self._comes_back = checkpoints.resumed is not None and self._resumed is None  # was absent at the checkpoint
         self._contribution, self._read = contributions.on_rank(job, self.flat, self._optimizer)
         compression = self._link.compression
@@ -282,9 +284,8 @@ class WorkerSession(LinkedSession):
                 self._restore(state)
             self._engine.resume()  # with the grant that was waited for
             if not self._engine.is_away:
-                self._continue()
-            if self._script is not None:
-                self._script.forget_step()
+                with nullcontext() if self._script is None else self._script.finishing(state.get("script")):
+                    self._continue()
         if self._comes_back:
             if self._leave(0.0):
                 n_steps = (self._machine.grant.iteration - 1) * self._job.local_steps
@@ -364,8 +365,6 @@ class WorkerSession(LinkedSession):
         """Restore the state; the grant that was waited for has not arrived yet."""
         self._comes_back = built(bool, state["comes_back"])
         self._contribution.restore(state["contribution"])
-        if self._script is not None and state.get("script") is not None:  # not in checkpoints of before
-            self._script.restore(state["script"])
         self._restore_training(state)
 
     def _part(self) -> None:

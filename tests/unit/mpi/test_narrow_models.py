@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -125,17 +126,18 @@ def test_a_script_resumes_with_the_same_bits(comm, only, folder, paradigm, dtype
 
 @pytest.mark.once
 @pytest.mark.parametrize(
-    ("paradigm", "what", "forgotten"),
+    ("paradigm", "dtype", "what", "forgotten", "broken"),
     [
-        ("allreduce", FlatModel, "spread"),
-        ("easgd", ScriptOptimizers, "restore"),
-        ("easgd", ScriptOptimizers, "forget_step"),
+        ("allreduce", torch.bfloat16, FlatModel, "spread", lambda self: None),
+        ("easgd", torch.float32, ScriptOptimizers, "finishing", lambda self, state: nullcontext()),
+        ("easgd", torch.float32, FlatModel, "drop_gradient", lambda self: None),
     ],
 )
-def test_what_is_not_restored_changes_the_bits(comm, only, folder, monkeypatch, paradigm, what, forgotten):
+def test_what_is_not_restored_changes_the_bits(
+    comm, only, folder, monkeypatch, paradigm, dtype, what, forgotten, broken
+):
     only(2)
-    dtype = torch.bfloat16 if what is FlatModel else torch.float32
     finished = script(comm, folder / "a", paradigm, dtype)
-    monkeypatch.setattr(what, forgotten, lambda self, *state: None)
+    monkeypatch.setattr(what, forgotten, broken)
     resumed = script(comm, killed(comm, folder / "a"), paradigm, dtype, resume=True)
     assert not torch.equal(finished, resumed)

@@ -1,0 +1,62 @@
+"""A script that resumes has the learning rates that it had, with a scheduler that it does not save."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mpi4py import MPI
+from torch.utils.data import TensorDataset
+
+import hpcsync
+from hpcsync.core.session import Session
+from tests.unit.mpi.test_checkpoints import killed
+
+SETTINGS: dict[str, dict[str, Any]] = {"bsp": {}, "allreduce": {}, "local-sgd": {"steps": 2}, "easgd": {"period": 2}}
+EPOCHS = 4
+
+
+def script(comm: MPI.Intracomm, out: Path, paradigm: str, per: str, *, resume: bool = False) -> torch.Tensor:
+    """The scheduler steps at the end of each epoch, or with every batch."""
+    torch.manual_seed(5)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    data = TensorDataset(torch.randn(40, 3), torch.randn(40, 1))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.StepLR(sgd, 1, 0.5 if per == "epoch" else 0.9)
+    settings = SETTINGS[paradigm] | {"checkpoint": {"updates": 7, "keep": 9}}
+    with hpcsync.connect(model, sgd, paradigm, comm=comm, out=out, resume=resume, **settings) as sync:
+        for _ in range(sync.batches_before if per == "batch" else 0):
+            schedule.step()
+        for _ in range(EPOCHS):
+            for x, y in sync.shard(data, batch_size=4):
+                sgd.zero_grad()
+                torch.nn.functional.mse_loss(model(x), y).backward()
+                sgd.step()
+                if per == "batch":
+                    schedule.step()
+            if per == "epoch":
+                schedule.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.mark.once
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize("per", ["epoch", "batch"])
+@pytest.mark.parametrize("paradigm", SETTINGS)
+def test_it_resumes_with_the_same_bits(comm, only, folder, paradigm, per):
+    only(2)
+    finished = script(comm, folder / "a", paradigm, per)
+    resumed = script(comm, killed(comm, folder / "a"), paradigm, per, resume=True)
+    assert torch.equal(finished, resumed)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("paradigm", SETTINGS)
+def test_without_the_batches_before_it_has_not(comm, only, folder, monkeypatch, paradigm):
+    only(2)
+    finished = script(comm, folder / "a", paradigm, "batch")
+    monkeypatch.setattr(Session, "batches_before", property(lambda self: 0, lambda self, n: None), raising=False)
+    resumed = script(comm, killed(comm, folder / "a"), paradigm, "batch", resume=True)
+    assert not torch.equal(finished, resumed)
