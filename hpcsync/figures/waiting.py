@@ -1,5 +1,7 @@
 """Figure `waiting`: shares of loading, compute, wait and transfer in the time of each worker and of all workers.
 
+Time between the iterations of a run without servers stays white.
+
 Workers wait for grants, or for each other in a run without servers. Traces of one job with different seeds share a
 panel: bars are the mean shares, and the whisker at the end of each part is the 95 % interval of its mean share, or with
 two seeds the range; it is cut at 100 %.
@@ -16,10 +18,13 @@ from matplotlib.axes import Axes
 
 from hpcsync.figures import plotting
 from hpcsync.figures.plotting import Drawing
+from hpcsync.report.between import WORDS as BETWEEN
+from hpcsync.report.between import Between
 from hpcsync.report.variants import mean_and_band
 from hpcsync.trace.reader import Trace, TraceError
 
 COLUMNS = {"load": "load_s", "compute": "compute_s", "wait": "wait_s", "transfer": "comm_s"}
+MENTIONED = 0.01  # share of a worker's time from which on the time between iterations is mentioned
 INK = {"transfer": "white", "compute": "white"}  # colour of the text on a bar; black elsewhere
 
 
@@ -57,9 +62,11 @@ def draw(traces: list[Trace], workers: int = 16) -> list[Drawing]:
     frame = pd.concat(frames)
     words = plotting.about_band(groups)
     drawn = [name for name, column in COLUMNS.items() if frame[column].any()]
-    plotting.legend_of_activities(figure, drawn, title=words and f"bars and whiskers: {words}")
+    white = (frame["between_s"] >= MENTIONED * frame[[*COLUMNS.values(), "between_s"]].sum(axis=1)).any()
+    notes = [f"bars and whiskers: {words}"] * bool(words) + [f"white: {BETWEEN}"] * bool(white)
+    plotting.legend_of_activities(figure, drawn, title="; ".join(notes))
     ends = [f"{activity}_share{end}" for activity in COLUMNS for end in ("", "_low", "_high")]
-    return [Drawing(figure, frame[["trace", "worker", "runs", *COLUMNS.values(), *ends]])]
+    return [Drawing(figure, frame[["trace", "worker", "runs", *COLUMNS.values(), "between_s", *ends]])]
 
 
 def draw_bars(axis: Axes, frame: pd.DataFrame, rows: list[float]) -> None:
@@ -84,7 +91,7 @@ def mean_shares(group: Sequence[Trace], workers: int) -> pd.DataFrame:
     runs = [shares(trace) for trace in group]
     common = [worker for worker in runs[0].index[1:] if all(worker in run.index for run in runs)]
     rows = ["all", *plotting.pick(common, workers)]
-    frame = sum(run.loc[rows, list(COLUMNS.values())] for run in runs) / len(runs)
+    frame = sum(run.loc[rows, [*COLUMNS.values(), "between_s"]] for run in runs) / len(runs)
     for activity in COLUMNS:
         band = mean_and_band(np.array([run.loc[rows, f"{activity}_share"] for run in runs]))
         for end, values in zip(("", "_low", "_high"), band, strict=True):
@@ -93,8 +100,15 @@ def mean_shares(group: Sequence[Trace], workers: int) -> pd.DataFrame:
 
 
 def shares(trace: Trace) -> pd.DataFrame:
-    """Return seconds and shares of the activities: the first row is for all workers, then one per worker."""
+    """Return seconds and shares of the activities: the first row is for all workers, then one per worker.
+
+    Shares are of the sum of the activities and, without servers, of the time between iterations.
+    """
     sums = plotting.iterations(trace).groupby("worker")[list(COLUMNS.values())].sum()
+    between = Between(trace.n_workers)
+    if not trace.job.has_servers:
+        between.add(trace.tables["exchanges"])
+    sums["between_s"] = between.seconds[sums.index]
     frame = pd.concat([sums.sum().to_frame("all").T, sums])
     total_s = frame.sum(axis=1)
     if not total_s.all():

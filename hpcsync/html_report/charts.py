@@ -20,7 +20,13 @@ BAR_WORKERS = 32  # workers shown of a run
 MATRIX_WORKERS = 16  # in rows and columns
 PAIRS = 200  # rows of the table of waiting times of a variant
 STEP_WORKERS = 6  # workers whose decisions are shown as lines
-PART_NAMES = {"load": "loading", "compute": "compute", "wait": "wait", "comm": "communication"}
+PART_NAMES = {
+    "load": "loading",
+    "compute": "compute",
+    "wait": "wait",
+    "comm": "communication",
+    "between": "between iterations",
+}
 
 
 class Table(NamedTuple):

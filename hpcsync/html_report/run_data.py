@@ -10,13 +10,14 @@ import numpy as np
 
 from hpcsync.audit.check import Check
 from hpcsync.config.job import Job
+from hpcsync.report.between import Between
 from hpcsync.report.explanation import hosts_of
 from hpcsync.report.summary import Summary
 from hpcsync.report.waiting import waits
 from hpcsync.trace.reader import Trace, TraceFile, load, opened
 from hpcsync.trace.schema import Outcome, Rows
 
-PARTS = ("load", "compute", "wait", "comm")  # columns of times, without their unit
+PARTS = ("load", "compute", "wait", "comm", "between")  # the last one is no column of the trace
 AUDITED_ROWS = 1_000_000  # of all runs of a report: half a minute
 AUDITED_ROWS_OF_A_RUN = 250_000  # 700 MB
 EVALUATIONS = 500  # rows kept of a run, evenly spaced
@@ -46,7 +47,7 @@ class RunData(NamedTuple):
     Attributes
     ----------
     parts_s
-        Seconds of each part of an iteration, shape (n_workers, 4), in the order of `PARTS`.
+        Seconds of each part of the workers' time, shape (n_workers, 5), in the order of `PARTS`.
     staleness, leads
         Number of applied pushes by staleness, and of starts of an iteration by lead; empty without servers.
     waits_s
@@ -139,10 +140,13 @@ def _waits_s(trace: Trace | TraceFile) -> Rows | None:
 
 
 def _parts_s(trace: Trace | TraceFile) -> Rows:
-    sums_s = np.zeros((trace.n_workers, len(PARTS)))
+    sums_s, between = np.zeros((trace.n_workers, len(PARTS))), Between(trace.n_workers)
     for rows in trace.slices("pushes" if trace.job.has_servers else "exchanges"):
-        for i, part in enumerate(PARTS):
+        for i, part in enumerate(PARTS[:-1]):
             sums_s[:, i] += np.bincount(rows["worker"], np.nan_to_num(rows[f"{part}_s"]), trace.n_workers)
+        if not trace.job.has_servers:
+            between.add(rows)
+    sums_s[:, -1] = between.seconds
     return sums_s
 
 

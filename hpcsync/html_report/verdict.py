@@ -134,7 +134,7 @@ def _time(runs: Sequence[RunData]) -> str:
     sums_s = sum((run.parts_s.sum(axis=0) for run in runs), np.zeros(len(PARTS)))
     if not sums_s.sum():
         return "No iteration was recorded."
-    load, compute, wait, comm = sums_s / sums_s.sum()
+    load, compute, wait, comm, _ = sums_s / sums_s.sum()
     words = f"Workers computed {_percent(compute)} of their time, waited {_percent(wait)}"
     words += f", and communicated {_percent(comm)}"
     words += f"; {_percent(load)} was loading" if load >= 0.01 else ""

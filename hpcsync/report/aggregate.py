@@ -11,6 +11,7 @@ from hpcsync.config.cluster import ClusterEvent
 from hpcsync.core.batch_sizes import sizes_at_first
 from hpcsync.core.step_problems import NOT_FINITE
 from hpcsync.paradigms.records import NO_PEER, Problem
+from hpcsync.report.between import Between
 from hpcsync.trace.reader import Trace, TraceFile
 from hpcsync.trace.schema import Outcome, Rows
 
@@ -28,6 +29,10 @@ class Tally:
         Largest lead at the start of an iteration, in pushes.
     parts_s
         Seconds of load, compute, wait and comm.
+    between
+        Time between iterations.
+    averages
+        Averages in which a worker took part, whichever side began them; None unless pairs of workers average.
     outdated
         Number of pushes that were computed to the end and dropped before the last update.
     ks
@@ -79,6 +84,8 @@ class Tally:
         self.steps_max = 0
         self.diverged_s: float | None = None
         self.parts_s = {part: np.zeros(n_workers) for part in ("load", "compute", "wait", "comm")}
+        self.between = Between(n_workers)
+        self.averages = np.zeros(n_workers, np.int64) if self.paradigm.pairwise else None
         for table, add in (
             ("updates", self._add_updates),
             ("pushes", self._add_pushes),
@@ -114,7 +121,12 @@ class Tally:
 
     def _add_exchanges(self, rows: Rows) -> None:
         np.add.at(self.iterations, rows["worker"], rows["batch_size"] > 0)
-        np.add.at(self.exchanges, rows["worker"], (rows["peer"] != NO_PEER) & (rows["peer"] != rows["worker"]))
+        with_other = (rows["peer"] != NO_PEER) & (rows["peer"] != rows["worker"])
+        np.add.at(self.exchanges, rows["worker"], with_other)
+        if self.averages is not None:
+            for side in ("worker", "peer"):
+                np.add.at(self.averages, rows[side][with_other], 1)
+        self.between.add(rows)
         self._add_costs(rows)
         self._add_problems(rows[rows["batch_size"] > 0])
 
@@ -225,6 +237,7 @@ class Tally:
         pushes, dropped = int(self.pushes[workers].sum()), int(self.dropped[workers].sum())
         applied = pushes - dropped
         parts_s = {part: float(sums_s[workers].sum()) for part, sums_s in self.parts_s.items()}
+        parts_s["between"] = float(self.between.seconds[workers].sum())
         total_s = sum(parts_s.values())
         return {
             "iterations": int(self.iterations[workers].sum()),

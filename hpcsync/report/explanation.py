@@ -12,6 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from hpcsync.config.errors import printable
+from hpcsync.report.between import WORDS as BETWEEN
+from hpcsync.report.between import Between
 from hpcsync.report.waiting import Waits, waits
 from hpcsync.trace.reader import Trace, TraceFile
 from hpcsync.trace.schema import Rows
@@ -128,14 +130,14 @@ def explain(trace: Trace | TraceFile) -> Explanation:
     """Return what the time of a run went to. The trace is read in slices."""
     n_workers, served = trace.n_workers, trace.job.has_servers
     parts_s, n_steps, duration_s = np.zeros((n_workers, len(PARTS))), np.zeros(n_workers), 0.0
-    between_s, ended_s = np.zeros(n_workers), np.full(n_workers, np.nan)
+    others = Between(n_workers)
     for rows in trace.slices("pushes" if served else "exchanges"):
         for i, part in enumerate(PARTS):
             parts_s[:, i] += np.bincount(rows["worker"], np.nan_to_num(rows[f"{part}_s"]), n_workers)
         steps = rows["local_steps"] * rows["share"] if served else rows["batch_size"] > 0
         n_steps += np.bincount(rows["worker"], steps, n_workers)
         if not served:
-            between_s += _between_s(rows[rows["batch_size"] > 0], ended_s)
+            others.add(rows)
         duration_s = max(duration_s, float(rows["now_s"].max(initial=0.0)))
     for rows in trace.slices("updates"):
         duration_s = max(duration_s, float(rows["now_s"].max(initial=0.0)))
@@ -143,23 +145,15 @@ def explain(trace: Trace | TraceFile) -> Explanation:
         iteration_s = (parts_s[:, 0] + parts_s[:, 1]) / np.where(n_steps > 0, n_steps, np.nan)
     paradigm = trace.job.paradigm
     return Explanation(
-        paradigm.label, paradigm.waiting, duration_s, parts_s, between_s, iteration_s, waits(trace), hosts_of(trace)
+        paradigm.label,
+        paradigm.waiting,
+        duration_s,
+        parts_s,
+        others.seconds,
+        iteration_s,
+        waits(trace),
+        hosts_of(trace),
     )
-
-
-def _between_s(rows: Rows, ended_s: Rows) -> Rows:
-    """Return the time of each worker between the iterations of these rows of /exchanges, shape (n_workers,).
-
-    `ended_s` holds the end of each worker's iteration before them, NaN before the first, and is changed to that of the
-    last one.
-    """
-    rows = rows[np.lexsort((rows["iteration"], rows["worker"]))]
-    worker, ends_s = rows["worker"], rows["end_s"] + rows["wait_s"] + rows["comm_s"]
-    before_s = np.concatenate([[np.nan], ends_s[:-1]])
-    first = np.concatenate([[True], worker[1:] != worker[:-1]])[: len(rows)]
-    before_s = np.where(first, ended_s[worker], before_s[: len(rows)])
-    ended_s[worker] = ends_s  # of several rows of a worker the last one counts
-    return np.bincount(worker, np.nan_to_num(np.maximum(rows["begin_s"] - before_s, 0.0)), len(ended_s))
 
 
 def hosts_of(trace: Trace | TraceFile) -> tuple[str, ...]:
@@ -180,7 +174,7 @@ def sentences(found: Explanation, what_if: WhatIf | None) -> Iterator[str]:
         yield "No iteration is in the trace, so there is nothing to explain."
         return
     shares = total_s / total_s.sum()
-    words = (*(WORDS[part] for part in PARTS), "steps of the optimizer and other work between iterations")
+    words = (*(WORDS[part] for part in PARTS), BETWEEN)
     named = [f"{word} {_percent(share)}" for word, share in zip(words, shares, strict=True) if share >= 0.005]
     yield f"The run took {_seconds(found.duration_s)}. Time of all workers: {', '.join(named)}."
     yield from _on_waits(found)

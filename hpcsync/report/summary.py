@@ -19,6 +19,7 @@ from rich.text import Text
 
 from hpcsync.config.cluster import ClusterEvent
 from hpcsync.config.predicted import Prediction
+from hpcsync.report import between
 from hpcsync.report.aggregate import Tally
 from hpcsync.report.lead import push_leads
 from hpcsync.trace import schema
@@ -28,7 +29,7 @@ from hpcsync.trace.schema import Rows
 MANY_WORKERS = 20  # largest number of workers shown
 MANY_DEATHS = 5  # largest number of deaths shown
 EVENTS_NAMED = 3  # largest number of events that did not occur shown by name
-LOAD_SHOWN = 0.01  # share of a worker's time from which on loading has a column
+SMALL_SHARE = 0.01  # share of a worker's time from which on loading, and the time between iterations, has a column
 
 
 class WorkerSummary(BaseModel):
@@ -42,8 +43,11 @@ class WorkerSummary(BaseModel):
         Number of pushes, and of those dropped; only with servers.
     exchanges
         Number of exchanges with other workers; only without servers.
-    load_share, compute_share, wait_share, comm_share
-        Shares of loading, compute, wait and communication in their sum; None before the first iteration.
+    averages
+        Number of averages in which the worker took part, whichever side began them; only where pairs average.
+    load_share, compute_share, wait_share, comm_share, between_share
+        Shares of loading, compute, wait, communication and, without servers, of the time between iterations in their
+        sum; None before the first iteration.
     staleness_mean, staleness_max
         Staleness of the applied pushes, in updates.
     start_gap_max_iters, push_gap_max_iters
@@ -62,11 +66,13 @@ class WorkerSummary(BaseModel):
     pushes: int | None
     dropped: int | None
     exchanges: int | None
+    averages: int | None
     wire_bytes: int
     load_share: float | None
     compute_share: float | None
     wait_share: float | None
     comm_share: float | None
+    between_share: float | None
     staleness_mean: float | None
     staleness_max: int | None
     start_gap_max_iters: int | None
@@ -260,8 +266,9 @@ def _workers(tally: Tally, push_leads: Rows | None) -> Iterator[WorkerSummary]:
             start_gap_max_iters=int(tally.start_gap_max[worker]) if push_leads is not None else None,
             push_gap_max_iters=int(push_leads[worker]) if push_leads is not None else None,
             batch_size=tally.last_batch_size(worker),
+            averages=None if tally.averages is None else int(tally.averages[worker]),
             **tally.plan(worker),
-            **tally.about(slice(worker, worker + 1), "load", "compute", "wait", "comm"),
+            **tally.about(slice(worker, worker + 1), "load", "compute", "wait", "comm", "between"),
         )
 
 
@@ -426,8 +433,16 @@ def _worker_table(summary: Summary) -> Table:
         columns, caption = _SEPARATED, _ABOUT_SEPARATED
     if summary.coarse_s is not None:
         columns, caption = _COMMITTING, _ABOUT_COMMITTING
-    if not any((worker.load_share or 0.0) >= LOAD_SHOWN for worker in summary.workers):
-        columns = {name: cell for name, cell in columns.items() if name != "load"}
+    if any(worker.averages is not None for worker in summary.workers):
+        columns, caption = _AVERAGING, _ABOUT_AVERAGING
+    for name, shares in (
+        ("load", [worker.load_share for worker in summary.workers]),
+        ("other", [worker.between_share for worker in summary.workers]),
+    ):
+        if not any((share or 0.0) >= SMALL_SHARE for share in shares):
+            columns = {other: cell for other, cell in columns.items() if other != name}
+    if "other" in columns:
+        caption = f"{caption}\nother: {between.WORDS}"
     for name in columns:
         workers.add_column(name, justify="left" if name in ("worker", "layers") else "right", no_wrap=True)
     for row in _shown(summary.workers):
@@ -477,8 +492,12 @@ _EXCHANGING: dict[str, Callable[[WorkerSummary], str]] = {
     "iterations": lambda row: f"{row.iterations:,}",
     "exchanges": lambda row: f"{row.exchanges:,}",
     **_SHARES,
+    "other": lambda row: _percent(row.between_share),
     "kB moved": lambda row: f"{1e-3 * row.wire_bytes:,.0f}",
 }
+_AVERAGING: dict[str, Callable[[WorkerSummary], str]] = {
+    {"exchanges": "averages"}.get(name, name): cell for name, cell in _EXCHANGING.items()
+} | {"averages": lambda row: f"{row.averages:,}"}
 _SEPARATED: dict[str, Callable[[WorkerSummary], str]] = {
     "worker": lambda row: str(row.worker),
     "layers": lambda row: row.layers or "-",
@@ -487,4 +506,5 @@ _SEPARATED: dict[str, Callable[[WorkerSummary], str]] = {
 _ABOUT_PUSHING = "staleness: mean (largest), in updates; leads: the largest, in pushes"
 _ABOUT_COMMITTING = "staleness: mean (largest), in updates; steps, of data, sent: as last planned"
 _ABOUT_EXCHANGING = "exchanges: with another worker or with all of them"
+_ABOUT_AVERAGING = "averages: begun by either side, which then moves the bytes"
 _ABOUT_SEPARATED = "wait: for the other side of the cut or the own group; comm: sums of gradients"

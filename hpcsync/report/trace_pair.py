@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from hpcsync.report.between import Between
 from hpcsync.trace.reader import Trace
 from hpcsync.trace.schema import Rows
 
@@ -88,7 +89,11 @@ def side(trace: Trace, samples: int) -> Side:
     time_s = float(updates["now_s"][np.searchsorted(updates["samples"], samples)]) if samples else 0.0
     rows = rows[rows["now_s"] <= time_s]
     wait_s, comm_s = (float(rows[column].sum()) for column in ("wait_s", "comm_s"))
-    total_s = sum(float(rows[column].sum()) for column in ("load_s", "compute_s")) + wait_s + comm_s
+    between = Between(trace.n_workers)
+    if not trace.job.has_servers:
+        between.add(rows)
+    others_s = sum(float(rows[column].sum()) for column in ("load_s", "compute_s")) + float(between.seconds.sum())
+    total_s = others_s + wait_s + comm_s
     return Side(
         engine=str(trace.attributes.get("engine")),
         paradigm=trace.job.paradigm.name,

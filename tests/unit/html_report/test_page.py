@@ -252,7 +252,7 @@ def test_long_tables_and_many_variants_are_thinned_and_it_is_said(runs: dict[str
     rows["now_s"], rows["worker"] = np.linspace(0, 5, 400), np.arange(400) % 40
     long = runs["dssp"][0]._replace(
         decisions={"k": Decisions(123_456, rows)},
-        parts_s=np.ones((1000, 4)),
+        parts_s=np.ones((1000, 5)),
         hosts=("",) * 1000,
         summary=runs["dssp"][0].summary.model_copy(update={"workers": ()}),
     )

@@ -36,7 +36,7 @@ def run(time_s: float | None, parts_s: Any = ((0, 3, 1, 0), (0, 3, 1, 0)), **fie
     data = dict.fromkeys(RunData._fields) | {
         "path": Path("a"),
         "summary": Summary.model_construct(**(given | fields)),
-        "parts_s": np.array(parts_s, float),
+        "parts_s": np.pad(np.array(parts_s, float), [(0, 0), (0, 1)]),
         "hosts": ("",) * len(parts_s),
         "n_stalls": 0,
         "checks": (Check("a", True, 1),),

@@ -1,0 +1,36 @@
+"""Time of workers between their iterations, in a run without servers: steps of the optimizer and other work."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hpcsync.trace.schema import Rows
+
+WORDS = "steps of the optimizer and other work between iterations"
+
+
+class Between:
+    """Sum over the rows of /exchanges, added slice by slice.
+
+    With servers there is no such time: that from one push to the next is in the columns of /pushes.
+
+    Attributes
+    ----------
+    seconds
+        Time between the iterations of each worker, shape (n_workers,).
+    """
+
+    def __init__(self, n_workers: int) -> None:
+        self.seconds = np.zeros(n_workers)
+        self._ended_s = np.full(n_workers, np.nan)  # end of each worker's last iteration
+
+    def add(self, rows: Rows) -> None:
+        """Add the next rows of /exchanges."""
+        rows = rows[rows["batch_size"] > 0]
+        rows = rows[np.lexsort((rows["iteration"], rows["worker"]))]
+        worker, ends_s = rows["worker"], rows["end_s"] + rows["wait_s"] + rows["comm_s"]
+        before_s = np.concatenate([[np.nan], ends_s[:-1]])
+        first = np.concatenate([[True], worker[1:] != worker[:-1]])[: len(rows)]
+        before_s = np.where(first, self._ended_s[worker], before_s[: len(rows)])
+        self._ended_s[worker] = ends_s  # of several rows of a worker the last one counts
+        np.add.at(self.seconds, worker, np.nan_to_num(np.maximum(rows["begin_s"] - before_s, 0.0)))

@@ -1,0 +1,75 @@
+"""Time between iterations: the same in the summary, the explanation, the figure, the report and a comparison."""
+
+import numpy as np
+import pytest
+
+from hpcsync.figures import waiting
+from hpcsync.html_report import run_data
+from hpcsync.report import trace_pair
+from hpcsync.report.between import Between
+from hpcsync.report.explanation import explain
+from hpcsync.report.summary import summarize
+from tests.unit.report.test_summary import text
+from tests.unit.trace import peer_recorder
+from tests.unit.trace.recorder import record, with_rows
+
+GAP_S = 0.25
+PARTS = ("load", "compute", "wait", "comm")
+
+
+def with_gaps(trace, gap_s=GAP_S):
+    """Return the trace with so much time before every iteration of a worker but the first."""
+    rows = trace.tables["exchanges"].copy()
+    for column in ("begin_s", "end_s"):
+        rows[column] += gap_s * (rows["iteration"] - 1)
+    return with_rows(trace, "exchanges", rows)
+
+
+@pytest.fixture
+def trace():
+    return with_gaps(peer_recorder.record("ad-psgd", (1.0, 1.3, 2.1, 1.1)))
+
+
+def test_shares_add_up_to_the_same_total_everywhere(trace):
+    rows = trace.tables["exchanges"]
+    made = rows[rows["batch_size"] > 0]
+    gaps_s = GAP_S * (np.bincount(made["worker"]) - 1)
+    parts_s = np.array([[made[f"{part}_s"][made["worker"] == w].sum() for part in PARTS] for w in range(4)])
+    shares = np.column_stack([parts_s, gaps_s]) / (parts_s.sum(axis=1) + gaps_s)[:, None]
+    wait_share = parts_s[:, 2].sum() / (parts_s.sum() + gaps_s.sum())
+
+    summary, found = summarize(trace), explain(trace)
+    in_summary = [[getattr(w, f"{part}_share") for part in (*PARTS, "between")] for w in summary.workers]
+    np.testing.assert_allclose(in_summary, shares, atol=1e-9)
+    assert summary.wait_share == pytest.approx(wait_share)
+    np.testing.assert_allclose(found.between_s, gaps_s, atol=1e-9)
+    drawn = waiting.shares(trace)
+    np.testing.assert_allclose(drawn.loc[range(4), [f"{p}_share" for p in waiting.COLUMNS]], shares[:, :4], atol=1e-9)
+    np.testing.assert_allclose(run_data._parts_s(trace)[:, -1], gaps_s, atol=1e-9)
+    assert trace_pair.side(trace, summary.samples).wait_share == pytest.approx(wait_share, rel=0.05)
+
+    assert "other" in text(summary) and "other work between iterations" in " ".join(text(summary).split())
+    control = summarize(with_gaps(trace, -GAP_S))
+    assert [worker.between_share for worker in control.workers] == pytest.approx([0.0] * 4, abs=1e-9)
+    assert "other" not in text(control)
+
+
+def test_slices_add_up(trace):
+    rows = trace.tables["exchanges"]
+    whole, sliced = Between(4), Between(4)
+    whole.add(rows)
+    for begin in range(0, len(rows), 7):
+        sliced.add(rows[begin : begin + 7])
+    assert whole.seconds.tolist() == sliced.seconds.tolist() != [0.0] * 4
+
+
+def test_an_average_counts_on_both_sides(trace):
+    summary = summarize(trace)
+    begun = [worker.exchanges for worker in summary.workers]
+    taken = [worker.averages for worker in summary.workers]
+    assert begun[1] == begun[3] == 0 < min(taken)
+    assert taken[1] + taken[3] == taken[0] + taken[2] == begun[0] + begun[2] == summary.exchanges
+    assert "averages" in text(summary) and "exchanges" not in text(summary)
+    gossip = summarize(peer_recorder.record("pull"))
+    assert {worker.averages for worker in gossip.workers} == {None}
+    assert summarize(record("bsp", updates=4)).workers[0].between_share == 0.0
