@@ -194,12 +194,12 @@ def _on_waits(found: Explanation) -> Iterator[str]:
     if culprits:
         yield f"Waiting under {found.paradigm}: {found.waiting}."
     elif not found.waits.caused_s.any():
-        yield "No worker waited for another."
+        yield "No worker waited for another one to compute."
     else:
         yield "No worker cost the others 1 % of the run."
     others = (
         ("blocked until a time that the paradigm had set", found.waits.timed_s),
-        ("in transit of push info and grant, and while the server served others", found.waits.messages_s),
+        ("for the server (messages under way, or the server busy with others)", found.waits.messages_s),
         ("for an unknown cause (recorded before format version 8)", found.waits.unknown_s),
     )
     for what, seconds in others:

@@ -9,7 +9,9 @@ import pytest
 
 from hpcsync.cli import explain
 from hpcsync.config.errors import JobError
+from hpcsync.report import explanation
 from tests.unit.simulator.runs import simulated
+from tests.unit.trace.recorder import with_rows
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +56,21 @@ def test_a_run_without_stragglers_blames_nobody(tmp_path: Path, capsys: pytest.C
     trace = simulated(tmp_path, {"name": "asp"}, [0.1, 0.2])
     assert explain.main(trace.path, as_json=False, simulated=True) == 0
     text = said(capsys)
-    assert "No worker waited for another." in text
+    assert "No worker waited for another one to compute." in text
     assert "cost each other worker" not in text
+    assert "for the server" not in text
+
+
+def test_waiting_that_no_worker_has_caused_is_for_the_server(tmp_path: Path) -> None:
+    trace = simulated(tmp_path, {"name": "asp"}, [0.1, 0.2])
+    pushes = trace.tables["pushes"].copy()
+    pushes["wait_s"] = pushes["compute_s"] / 4
+    lines = list(explanation.sentences(explanation.explain(with_rows(trace, "pushes", pushes)), None))
+    assert lines[0].endswith("Time of all workers: computation 80 %, waiting 20 %.")
+    assert lines[1:] == [
+        "No worker waited for another one to compute.",
+        "20 % of all workers' time was waiting for the server (messages under way, or the server busy with others).",
+    ]
 
 
 def test_what_cannot_be_simulated_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
