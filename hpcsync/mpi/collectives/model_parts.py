@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -56,6 +57,9 @@ class Layers:
         """
         comm = comm or self._comm
         share([*(p.detach() for p in self.model.parameters()), *self.model.buffers()], comm)
+
+    def compare(self, weights: torch.Tensor) -> None:
+        """Compare the final weights of ranks that train the same layers, where `complete` does not; collective."""
 
     def read(self, into: torch.Tensor, read: Read, buffers: Buffers) -> float | None:
         """Average all ranks' published replicas into a flat vector of the whole model, shape (size,).
@@ -128,6 +132,7 @@ class SeparatedLayers(Layers):
         above = {id(buffer) for buffer in self.above.buffers()}
         self._owners = [int(id(buffer) not in above) for buffer in model.buffers()]
         self.group: MPI.Intracomm = comm.Split(int(self.is_fc))  # type: ignore[assignment]
+        self._distance = math.nan  # of the final weights
 
     def share(self, comm: MPI.Intracomm | None = None) -> None:
         """Broadcast the layers below the cut to all ranks, and those above it to the fully-connected workers."""
@@ -135,21 +140,28 @@ class SeparatedLayers(Layers):
         if self.is_fc:
             share([*(p.detach() for p in self.above.parameters()), *self.above.buffers()], self.group)
 
+    def compare(self, weights: torch.Tensor) -> None:
+        """Compute the distance of the final weights, shape (size,), from those of the first worker of the group."""
+        first = weights.clone()
+        share([first], self.group)
+        square = float((weights - first).double().square().sum())
+        self._distance = math.sqrt(self._comm.allreduce(square) / self._comm.size)
+
     def read(self, into: torch.Tensor, read: Read, buffers: Buffers) -> float | None:
-        """Read each part from the first worker of its group: all workers of a group have equal weights."""
+        """Read each part from the first worker of its group, whose workers have equal weights; the distance is NaN."""
         vectors = buffers.new(), buffers.new()
         for worker, half, vector in ((0, self.above, vectors[0]), (self.first, self.below, vectors[1])):
             if not _read_parts([into[part] for part in positions(self.model, half)], worker, read, vector):
                 return None
         buffers.adopt(vectors, self._owners)
-        return 0.0
+        return math.nan
 
     def complete(self, flat: FlatModel, read: Read, buffers: Buffers) -> float:
         """Read the layers below the cut; on rank 0, which has those above it."""
         vectors = buffers.packed(), buffers.new()
         assert _read_parts([p.detach().view(-1) for p in trainable(self.below)], self.first, read, vectors[1])
         buffers.adopt(vectors, self._owners)
-        return 0.0
+        return self._distance
 
     def free(self) -> None:
         """Free the group's communicator."""

@@ -295,6 +295,7 @@ class PeerSession(RankSession):
         self._link.send_status(messages.StepInfoKind.ENDED)
         self._link.wait_for_all()
         self._settle()
+        self._layers.compare(self.flat.weights)
         self._link.send_status(messages.StepInfoKind.SETTLED)
         while not self._exchange.publish(self._machine.serial + 1):
             time.sleep(1e-3)  # the evaluation is still reading earlier weights

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from hpcsync.core.job_validation import check
 from hpcsync.planning.layer_groups import Groups
 from hpcsync.simulator.simulate import prepare
 from hpcsync.trace.reader import load
+from hpcsync.training.local_update import Peer
 from tests.mpi.training import Nothing, failures, one_process
 
 NESTEROV = {"name": "sgd", "lr": 0.1, "momentum": 0.9, "nesterov": True}
@@ -143,6 +145,29 @@ def test_evaluations_are_of_both_halves(comm, needs, folder):
             torch.nn.utils.vector_to_parameters(weights, workload.model.parameters())
             assert workload.evaluate is not None
             assert workload.evaluate(workload.model)[0] == pytest.approx(evaluation["loss"], rel=1e-9)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("differs", [False, True])
+def test_a_replica_that_differs_is_found_in_the_trace(comm, only, folder, monkeypatch, differs):
+    """Of the last of three convolution workers, at its last step."""
+    only(5)
+    step, here = Peer.step, threading.current_thread()  # ranks are threads
+
+    def stepping(self, gradient, lr):
+        is_last = threading.current_thread() is here
+        step(self, gradient * (1.0 + (differs and is_last)), lr)
+
+    comm.Barrier()
+    if comm.rank == 4:
+        monkeypatch.setattr(Peer, "step", stepping)
+    comm.Barrier()
+    run(comm, job(comm.size, updates=1), folder)
+    if comm.rank == 0:
+        distance = load(folder / "trace.h5").tables["evaluations"]["consensus_distance"]
+        assert (distance[-1] > 0) == differs
+        found = {check.name for check in failures(folder / "trace.h5")}
+        assert found == ({"all replicas have equal weights"} if differs else set())
 
 
 @pytest.mark.parametrize("as_loader", [False, True])
