@@ -65,8 +65,9 @@ def write_report(found: Found, file: Path, *, audited: bool | None = None) -> No
 def write_text(file: Path, text: str) -> None:
     """Write a file and print its name. Raises JobError if that is not possible."""
     try:
+        file.parent.mkdir(parents=True, exist_ok=True)
         with whole(file) as path:
             path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise JobError(f"{file}: {error.strerror}") from None
+        raise JobError(f"{error.filename or file}: {error.strerror}") from None
     print(f"written: {file}")

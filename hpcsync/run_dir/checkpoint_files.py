@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from hpcsync.config.errors import JobError
 from hpcsync.state import NOT_FINITE, StateError, built, plain
-from hpcsync.system.atomic_files import naming, removing, sync
+from hpcsync.system.atomic_files import naming, permitted, removing, sync
 from hpcsync.version import __version__
 
 FORMAT = "hpcsync checkpoint"
@@ -159,7 +159,8 @@ def _write_arrays(path: Path, arrays: Mapping[str, Any]) -> Digest:
         shared = any(tensor.untyped_storage().data_ptr() == t.untyped_storage().data_ptr() for t in tensors.values())
         tensors[name] = tensor.clone() if shared else tensor  # safetensors refuses tensors that share memory
     with naming(path), removing(path):
-        save_file(tensors, path)
+        with permitted(path):
+            save_file(tensors, path)
         sync(path)
         return _digest(path)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -55,10 +56,21 @@ def whole(path: Path) -> Iterator[Path]:
     """
     unfinished = path.with_name(f"{path.name}.unfinished")
     with naming(path), removing(unfinished):
-        yield unfinished
+        with permitted(unfinished):
+            yield unfinished
         sync(unfinished)
         unfinished.replace(path)
         sync(path.parent)
+
+
+@contextmanager
+def permitted(path: Path) -> Iterator[None]:
+    """Give a new file the permissions of the umask; safetensors alone creates files for their owner only."""
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)
+    yield
+    if stat.S_IMODE(path.stat().st_mode) != mode:
+        path.chmod(mode)
 
 
 @contextmanager

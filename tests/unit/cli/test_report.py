@@ -36,6 +36,12 @@ def test_one_run_whatever_its_status(run: Path) -> None:
     assert "its status is interrupted" in Path("one.html").read_text()
 
 
+def test_the_folder_of_the_file_is_created(run: Path) -> None:
+    result = hpcsync("report", run, "-o", "absent/deep/a.html")
+    assert (result.exit_code, result.stdout) == (0, "written: absent/deep/a.html\n")
+    assert "<h1>small</h1>" in Path("absent/deep/a.html").read_text()
+
+
 def test_unfinished_ones_of_several_runs_are_left_out(run: Path, tmp_path: Path) -> None:
     other = pages.simulated(tmp_path, "stop={updates = 30}", "seed=6")
     with h5py.File(run / "trace.h5", "r+") as file:
@@ -60,7 +66,7 @@ def test_refusals(run: Path, tmp_path: Path) -> None:
     is_refused(hpcsync("report", run, "-o", trace), f"{trace}: must end in .html or .htm")
     assert trace.read_bytes() == before
     is_refused(hpcsync("report", "absent"), "absent: no such file")
-    is_refused(hpcsync("report", run, "-o", "absent/a.html"), "absent/a.html: No such file or directory")
+    is_refused(hpcsync("report", run, "-o", trace / "a.html"), f"{trace}: File exists")
     empty = tmp_path / "empty"
     empty.mkdir()
     is_refused(

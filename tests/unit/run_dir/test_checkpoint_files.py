@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import pickle
 import zipfile
 from collections.abc import Callable
@@ -78,6 +79,18 @@ def test_a_part_is_read_as_it_was_written(tmp_path):
     for path in tmp_path.iterdir():
         path.write_bytes(b"")
     assert again["tensors"]["torch.int64"].equal(tensors["torch.int64"]), "a copy, not a view of the file"
+
+
+def test_its_files_have_the_permissions_of_the_umask(tmp_path):
+    before = os.umask(0o027)
+    try:
+        write_part(tmp_path, "worker-0", {"array": torch.zeros(3)})
+    finally:
+        os.umask(before)
+    assert {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {
+        "worker-0.json": 0o640,
+        "worker-0.safetensors": 0o640,
+    }
 
 
 def test_a_part_without_arrays_is_one_file(tmp_path):

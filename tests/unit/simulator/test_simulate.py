@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import signal
 
@@ -43,6 +44,18 @@ def test_outputs_are_those_of_a_real_run(tmp_path):
     trace = load(tmp_path / "out" / "trace.h5")
     assert trace.tables["clocks"]["host"].tolist() == [b"virtual"] * 3
     assert "mpi_library" not in trace.attributes
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_files_have_the_permissions_of_the_umask(tmp_path, umask, mode):
+    before = os.umask(umask)
+    try:
+        run(job(), tmp_path / "out")
+    finally:
+        os.umask(before)
+    files = [path for path in (tmp_path / "out").iterdir() if path.is_file()]
+    assert len(files) == 4
+    assert {path.name: path.stat().st_mode & 0o777 for path in files} == dict.fromkeys((p.name for p in files), mode)
 
 
 def test_a_log_gets_every_evaluation(tmp_path, monkeypatch):
