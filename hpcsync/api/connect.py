@@ -298,7 +298,14 @@ def connect(
     if resume and before is None:
         agree(comm, lambda: layout.put_aside(out))
     trained = {id(p) for p in parameters}
-    if comm.rank == 0 and (n_left_out := sum(p.requires_grad and id(p) not in trained for p in model.parameters())):
+    n_left_out = sum(p.requires_grad and id(p) not in trained for p in model.parameters())
+    n_frozen = sum(not p.requires_grad for p in parameters)
+    if job.paradigm.separates_layers and (n_left_out or n_frozen):
+        raise JobError(
+            f'paradigm.name = "{job.paradigm.name}": the optimizer must have exactly the trainable parameters: '
+            f"{n_left_out} are in none, and {n_frozen} of its own are frozen"
+        )
+    if comm.rank == 0 and n_left_out:
         say(f"{n_left_out} trainable parameters are in no optimizer and keep their values")
     session = join(arranged(comm, job.cluster), job, model, optimizers, evaluate, out, before, calibrate, log)
     session.take_over()

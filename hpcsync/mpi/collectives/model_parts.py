@@ -133,6 +133,9 @@ class SeparatedLayers(Layers):
         self._owners = [int(id(buffer) not in above) for buffer in model.buffers()]
         self.group: MPI.Intracomm = comm.Split(int(self.is_fc))  # type: ignore[assignment]
         self._distance = math.nan  # of the final weights
+        # As they are now: a script may freeze parameters later.
+        self._positions = {half: positions(model, half) for half in (self.below, self.above)}
+        self._all_below = trainable(self.below)
 
     def share(self, comm: MPI.Intracomm | None = None) -> None:
         """Broadcast the layers below the cut to all ranks, and those above it to the fully-connected workers."""
@@ -151,7 +154,7 @@ class SeparatedLayers(Layers):
         """Read each part from the first worker of its group, whose workers have equal weights; the distance is NaN."""
         vectors = buffers.new(), buffers.new()
         for worker, half, vector in ((0, self.above, vectors[0]), (self.first, self.below, vectors[1])):
-            if not _read_parts([into[part] for part in positions(self.model, half)], worker, read, vector):
+            if not _read_parts([into[part] for part in self._positions[half]], worker, read, vector):
                 return None
         buffers.adopt(vectors, self._owners)
         return math.nan
@@ -159,7 +162,7 @@ class SeparatedLayers(Layers):
     def complete(self, flat: FlatModel, read: Read, buffers: Buffers) -> float:
         """Read the layers below the cut; on rank 0, which has those above it."""
         vectors = buffers.packed(), buffers.new()
-        assert _read_parts([p.detach().view(-1) for p in trainable(self.below)], self.first, read, vectors[1])
+        assert _read_parts([p.detach().view(-1) for p in self._all_below], self.first, read, vectors[1])
         buffers.adopt(vectors, self._owners)
         return self._distance
 

@@ -11,6 +11,7 @@ import torch
 
 import hpcsync
 from hpcsync.cli.rank_main import train
+from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
 from hpcsync.core.job_validation import check
 from hpcsync.planning.layer_groups import Groups
@@ -201,6 +202,30 @@ def test_a_script_trains_its_model_in_two_halves(comm, folder, as_loader):
         weights = torch.cat([p.detach().flatten() for p in model.parameters()])
         assert torch.allclose(weights, expected, rtol=1e-10, atol=1e-14)
         assert model(x[:2]).isfinite().all(), "all of it is here again"
+
+
+def test_a_script_must_train_all_that_can_be_trained(comm, needs, folder):
+    needs(2)
+    model = check(job(2)).model
+    some = torch.optim.SGD([*model.parameters()][:-1], lr=0.1)
+    with pytest.raises(JobError, match="exactly the trainable parameters: 1 are in none, and 0 of its own are frozen"):
+        hpcsync.connect(model, some, "stanza", out=folder / "run", comm=comm, cut="classifier")
+
+
+def test_a_layer_may_be_frozen_during_the_run(comm, needs, folder):
+    needs(2)
+    torch.manual_seed(5)
+    model = check(job(2)).model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.zeros(24, 2, 6, 6, dtype=torch.float64)
+    data = torch.utils.data.TensorDataset(x, torch.zeros(24, dtype=torch.int64))
+    with hpcsync.connect(model, optimizer, "stanza", out=folder / "run", comm=comm, cut="classifier") as sync:
+        for features, targets in sync.shard(data, 2):
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(features), targets).backward()
+            optimizer.step()
+            next(model.parameters()).requires_grad_(False)
+    assert all(p.isfinite().all() for p in model.parameters())
 
 
 def _plainly(model: torch.nn.Module, data: Any, n_batches: int) -> torch.Tensor:
