@@ -172,7 +172,7 @@ def connect(
     name : str, optional
         Name of the run; by default the name of the script.
     out : path, optional
-        Folder of the run; by default runs/NAME-TIME/.
+        Folder of the run; by default runs/NAME-TIME/. A single process writes none.
     on_death : str
         As cluster.on_death of the job file. With "continue" the run continues when the process of a worker dies, if the
         MPI library supports it.
@@ -292,6 +292,8 @@ def connect(
         if job.paradigm.separates_layers:  # a single process trains all layers
             one = job.cluster.model_copy(update={"workers": 1})
             job = job.model_copy(update={"paradigm": AllReduceOptions(), "cluster": one})
+        if out is not None:
+            print(f"hpcsync: single process: no trace is written to {out}", file=sys.stderr, flush=True)
         return LocalSession(job, model, optimizers, evaluate, calibrate)
     from hpcsync.mpi.transport.node_topology import arranged
 

@@ -341,3 +341,11 @@ def test_a_rank_that_ends_the_job_shows_where_unless_interrupted(kind, monkeypat
     assert ended == [kind]
     said = capsys.readouterr().err
     assert said == "hpcsync: interrupted\n" if kind is KeyboardInterrupt else "Traceback" in said
+
+
+def test_a_single_process_says_that_it_writes_no_trace(model, tmp_path, capsys):
+    train(model, paradigm="asp", stop={"updates": 2})
+    assert capsys.readouterr().err == ""
+    train(model, paradigm="asp", stop={"updates": 2}, out=tmp_path / "single")
+    assert capsys.readouterr().err == f"hpcsync: single process: no trace is written to {tmp_path}/single\n"
+    assert not (tmp_path / "single").exists()
