@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -42,4 +43,4 @@ def launch(n: int, program: Sequence[str], timeout_s: float | None = None, *, ov
 
         is_stopped = ended.timed_out or ended.signum is not None
         unfinished.close_scripts(ended.runs, "interrupted" if is_stopped else "failed")
-    return ended.status
+    return 1 if (ended.signum, ended.status) == (signal.SIGINT, TO_BE_RESUMED) else ended.status  # as `run`

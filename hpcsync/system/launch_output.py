@@ -83,13 +83,15 @@ class NoticeFilter:
         Notices found so far.
     explained
         True if a rank has printed the reason of its end.
+    in_line
+        True if the beginning of an incomplete line has passed.
     """
 
     def __init__(self) -> None:
         self.notices: list[Notice] = []
         self.explained = False
         self._line = b""  # buffered beginning of an incomplete line
-        self._in_line = False  # True if the beginning of an incomplete line has passed
+        self.in_line = False
         self._block: list[bytes] = []  # lines that are, or may be, the beginning of a notice
         self._kind: Kind | None = None  # kind of notice that the block's first line begins
         self._lacks_end = False  # True if the end of a rank's line follows the notice that interrupts it
@@ -106,8 +108,8 @@ class NoticeFilter:
     def _part(self, part: bytes) -> bytes:
         """Take a line or the beginning of one; return what can be written now."""
         ends = part.endswith(b"\n")
-        if self._in_line:
-            self._in_line = not ends
+        if self.in_line:
+            self.in_line = not ends
             return part
         line, self._line = self._line + part, b""
         if ends:
@@ -115,7 +117,7 @@ class NoticeFilter:
         if self._block or any(line.startswith(b) or b.startswith(line) for b in TO_BE_READ_WHOLE):
             self._line = line
             return b""
-        self._in_line = True
+        self.in_line = True
         return self._passed(line)
 
     def _whole(self, line: bytes) -> bytes:
@@ -235,6 +237,8 @@ class Output:
         """
         for thread in self._threads:
             thread.join(DRAIN_S)
+        if stopped and on_terminal and self._filters[0].in_line:
+            self._write(1, b"\n")  # below a bar that was not closed
         explained = stopped or any(found.explained for found in self._filters)
         for notice in (notice for found in self._filters for notice in found.notices):
             if not (explained if notice.on_purpose else stopped):

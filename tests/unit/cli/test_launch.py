@@ -104,7 +104,8 @@ def test_what_is_left_of_a_run_is_printed_with_how_to_resume_it(
     (tmp_path / "done" / layout.SUMMARY).touch()  # an earlier run of the script, which has finished
     runs = (tmp_path / "done", tmp_path / "o")
     monkeypatch.setattr(launcher, "launch", lambda *given, **how: ended._replace(runs=runs))
-    assert status(monkeypatch, "-n", "3", "--oversubscribe", "--timeout", "9", "--", "true") == ended.status
+    expected = 1 if ended.status == 75 else ended.status
+    assert status(monkeypatch, "-n", "3", "--oversubscribe", "--timeout", "9", "--", "true") == expected
     printed = (
         f"hpcsync: {left}; the trace so far is o/trace.h5\n"
         'hpcsync: use connect(..., out="o", resume=True) to resume from o/checkpoints/3\n'

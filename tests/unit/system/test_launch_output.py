@@ -116,3 +116,20 @@ def test_lines_that_belong_together_are_one_write(monkeypatch: pytest.MonkeyPatc
         print("two", "words", sep="\n", file=stream)  # the control: a write for each line
         assert len(sizes) > 2
     os.close(reader)
+
+
+@pytest.mark.parametrize(
+    ("out", "stopped", "expected"),
+    [("2.0 s", True, "2.0 s\n"), ("2.0 s\n", True, "2.0 s\n"), ("2.0 s", False, "2.0 s")],
+)
+def test_lines_after_an_interrupted_bar_begin_below_it(
+    out: str, stopped: bool, expected: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for on_terminal in (True, False):
+        process = subprocess.Popen(["printf", out], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert process.stdout is not None and process.stderr is not None
+        output = Output()
+        output.forward(process.stdout, process.stderr)
+        process.wait(20)
+        output.end(stopped, on_terminal)
+        assert capfd.readouterr().out == (expected + "\x1b[?25h" if on_terminal else out)
