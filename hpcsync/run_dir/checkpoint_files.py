@@ -23,9 +23,10 @@ from hpcsync.system.atomic_files import naming, permitted, removing, sync
 from hpcsync.version import __version__
 
 FORMAT = "hpcsync checkpoint"
-FORMAT_VERSION = 5  # raise it with every change of what a checkpoint holds: tests/unit/run_dir/checkpoint_format.txt
+FORMAT_VERSION = 6  # raise it with every change of what a checkpoint holds: tests/unit/run_dir/checkpoint_format.txt
 # Fields that version 3 lacks have their defaults (`later_fields` of their records); 3 and 4 hold all workers' slots.
-READABLE_VERSIONS = (3, 4, 5)
+# Up to 5 they hold the numbers of a script's optimizers, and not the step that it was to make.
+READABLE_VERSIONS = (3, 4, 5, 6)
 
 MANIFEST = "manifest.json"
 ARRAY = "$array"

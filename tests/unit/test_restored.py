@@ -640,6 +640,16 @@ def test_a_restored_object_goes_on_as_the_original(name, tmp_path):
         assert not differences(settled(original), settled(restored))
 
 
+def test_a_script_keeps_its_numbers_when_an_older_checkpoint_has_some():
+    make, play = CASES["script on a worker"]
+    original, later = make(), make()
+    play(original, random.Random(1), 7)
+    numbers = later._script.step_to_make().numbers
+    later.restore(original.state() | {"options": [[9.0]]})
+    assert later._script.step_to_make().numbers == numbers
+    assert not differences(original._kept, later._kept)
+
+
 # ---- negative control ----
 
 CUTS = (5, 40, 83, 301)
