@@ -283,6 +283,11 @@ def connect(
             f'compression.name = "{job.compression.name}": must be left out with several optimizers: '
             "a step changes the parameters of one, and what was kept back of the others would be lost"
         )
+    if len(optimizers) > 1 and job.paradigm.mixes_pushes:
+        raise JobError(
+            f'paradigm.name = "{job.paradigm.name}": must be another with several optimizers: '
+            "an update would be of pushes that step different ones"
+        )
     if evaluate is None:
         refuse_unevaluated(job, "needs evaluate, which measures it")
     if (buffers == "recompute") != (calibrate is not None):

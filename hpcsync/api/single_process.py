@@ -62,7 +62,9 @@ class LocalSession(Session):
         self._clip_norm = job.optimizer.clip_norm
 
     def _batches(self, asked: Asked) -> Iterator[Any]:
-        return self._iterations.shard(*asked[:3], lambda: self.stopped, sharded=asked.sharded)
+        return self._iterations.shard(
+            *asked[:3], lambda: self.stopped, sharded=asked.sharded, accumulate=asked.accumulate
+        )
 
     def step(self, loss: torch.Tensor | float | None = None) -> bool:
         """Step with the script's optimizer; return False once the run is over."""
@@ -78,6 +80,8 @@ class LocalSession(Session):
         self, optimizer: Any, own_step: Callable[[], Any], closure: Callable[[], Any] | None = None
     ) -> Any:
         """Make a step of the script: clip the gradient, and multiply the rates by the schedule's factor."""
+        if self._is_left_over(len(self._optimizers), under_way=self._iterations.under_way):
+            return None
         self._refuse_step()
         loss = None
         if closure is not None:
@@ -89,6 +93,11 @@ class LocalSession(Session):
         self._iterations.end()
         self._check(optimizer)
         if self._clip_norm is not None:
+            if (scale := getattr(optimizer, "grad_scale", None)) is not None:  # of a GradScaler, for a fused step
+                for parameter in parameters_of(optimizer):
+                    if parameter.grad is not None:
+                        parameter.grad.div_(float(scale))
+                optimizer.grad_scale = None
             torch.nn.utils.clip_grad_norm_(list(parameters_of(optimizer)), self._clip_norm)
         optimizer._opt_called = True  # what a scheduler looks for
         given = [group["lr"] for group in optimizer.param_groups]
@@ -106,7 +115,7 @@ class LocalSession(Session):
         losses = self._take_losses(None)
         gradients = [p.grad.flatten() for p in parameters_of(optimizer) if p.grad is not None]
         gradient = torch.cat(gradients) if gradients and not losses else torch.zeros(0)
-        problem = self._checks.problem(losses, gradient)
+        problem = self._checks.problem(losses, gradient, self._optimizers.index(optimizer))
         self._report.see(PushInfo(0.0, 0, self._updates + 1, self._updates, problem=problem))
 
     def _count(self) -> None:
@@ -119,7 +128,7 @@ class LocalSession(Session):
             self.stopped |= self._stop.satisfied(*self._judge(self._evaluate))
 
     def _judge(self, evaluate: Evaluate) -> tuple[float, float]:
-        begin_s, was_training = self._now(), self._model.training
+        begin_s, modes = self._now(), {module: module.training for module in self._model.modules()}
         if self._calibrate is None:
             judged = evaluated(evaluate, self._model)
         else:
@@ -128,7 +137,8 @@ class LocalSession(Session):
             self._calibrate(self._model)
             judged = evaluated(evaluate, self._model)
             buffers.adopt([own])
-        self._model.train(was_training)
+        for module, was_training in modes.items():  # some layers may be frozen
+            module.training = was_training
         self._evaluating_s += self._now() - begin_s
         return judged
 

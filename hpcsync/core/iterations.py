@@ -67,6 +67,7 @@ class Iterations(Stateful):
         allocated: Callable[[], tuple[int, int]] | None = None,
     ) -> None:
         self.batch_size = 0
+        self.in_loop = False  # whether the script has a batch
         self.computed_s = self.load_s = 0.0
         self._job = job
         self._worker = worker
@@ -78,7 +79,7 @@ class Iterations(Stateful):
         self._drawn = 0  # batches of the iteration under way
         self._used = 0  # batches of the iterations that have ended
         self._skip = 0  # next batches to skip, trained on before the run was resumed
-        self._lengths: dict[int, int] = {}  # batches of training epochs, where only reading tells
+        self._lengths: dict[int, int] = {}  # batches of epochs, where only reading tells, or the loop ended early
         self._sources: WeakKeyDictionary[DataLoader[Any], Source] = WeakKeyDictionary()
         self._said: set[str] = set()
         self._begin_s: float | None = None  # begin of the iteration under way
@@ -95,6 +96,7 @@ class Iterations(Stateful):
         stopped: Callable[[], bool],
         *,
         sharded: bool = False,
+        accumulate: int = 1,
     ) -> Iterator[Any]:
         """Yield the batches of the next training epochs, until `stopped` or the worker leaves.
 
@@ -110,7 +112,16 @@ class Iterations(Stateful):
             Returns True once the run is over for this worker.
         sharded
             True if the data are a part of the worker's own already.
+        accumulate
+            Batches of a step.
+
+        Raises
+        ------
+        JobError
+            If a step is to have several batches, but batches are allocated by the step.
         """
+        if accumulate > 1 and self._allocated is not None:
+            raise JobError(f"accumulate = {accumulate}: must be 1 where batches are allocated: a step has one")
         batches = self.source(data, batch_size, sharded)
         first = self._training_epochs
         self._training_epochs += epochs or 0
@@ -141,7 +152,11 @@ class Iterations(Stateful):
             self.load_s += loaded_s - begin_s
             unit = unit or n_samples
             self._device_s += self._device.seconds(loaded_s, n_samples / unit)
-            yield batch
+            self.in_loop = True
+            try:
+                yield batch
+            finally:
+                self.in_loop = False
 
     def begin_again(self) -> None:
         """Begin another iteration with the samples of the last one, such as the step of a second optimizer."""
@@ -283,13 +298,18 @@ class Iterations(Stateful):
             if len(epochs) > 1:
                 set_epoch(data, epoch)
             length = batches.length(epoch)
-            known = self._lengths.get(epoch) if length is None else length
+            known = self._lengths.get(epoch, length)
             if known is not None and known <= self._skip:
                 self._skip -= known
                 batches.pass_over(epoch)
                 continue
             skip, self._skip = self._skip, 0
-            yield from batches.read(epoch, skip)
+            before = self._used - skip
+            try:
+                yield from batches.read(epoch, skip)
+            except GeneratorExit:  # the loop was left early: for the script this epoch is over
+                self._lengths[epoch] = self._used + self._drawn - before
+                raise
             if length is None:
                 self._lengths[epoch] = batches.counted()
                 self._skip = max(0, skip - batches.counted())

@@ -210,6 +210,10 @@ class Session(ABC):
         if self.stopped:
             raise RuntimeError("step was called after the end of the run: leave the loop when step returns False")
 
+    def _is_left_over(self, n_optimizers: int, *, under_way: bool) -> bool:
+        """Return whether a step is that of a further optimizer with the last batch, of which another ended the run."""
+        return self.stopped and n_optimizers > 1 and not under_way
+
     def _leave(self, joins_s: float) -> bool:
         """Leave before the next batch; return True if the worker joins again at `joins_s`.
 

@@ -47,7 +47,7 @@ class StepChecks:
         self._connected = self._parameters()
         self._in_groups = self._groups()
         self._n_checked = 0
-        self._computed = False  # whether a gradient has been computed since the last step
+        self._to_step: set[int] = set()  # optimizers that have not stepped since a gradient was computed
         trained = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
         require = [p.requires_grad for p in trained]
         for parameter in trained:  # frozen ones may be trained later
@@ -57,9 +57,9 @@ class StepChecks:
             parameter.requires_grad_(required)
 
     def _on_gradient(self, gradient: torch.Tensor) -> None:
-        self._computed = True
+        self._to_step.update(range(len(self._optimizers)))
 
-    def problem(self, losses: Sequence[float], gradient: torch.Tensor) -> Problem:
+    def problem(self, losses: Sequence[float], gradient: torch.Tensor, stepping: int = 0) -> Problem:
         """Return what is wrong with the step under way.
 
         Parameters
@@ -68,8 +68,11 @@ class StepChecks:
             Losses recorded for it.
         gradient
             Its flat gradient, which is looked at only if there are none.
+        stepping
+            Index of its optimizer.
         """
-        computed, self._computed = self._computed, False
+        computed = stepping in self._to_step
+        self._to_step.discard(stepping)
         if self.model_changed():
             return Problem.MODEL_CHANGED
         if not computed:

@@ -193,6 +193,8 @@ class RankSession(Session):
         """Make the step of an optimizer of the script; as its own `step`, it returns what the closure returns."""
         script, loss = self._script, None
         assert script is not None
+        if self._is_left_over(len(script.optimizers), under_way=self._iterations.under_way):
+            return None
         optimizer: Any = script.optimizers[index]
         if closure is not None:
             with torch.enable_grad():
@@ -237,7 +239,8 @@ class RankSession(Session):
         if complete:
             found = self._problem_of(mean_loss)
             if self._checks is not None:
-                found = self._checks.problem(losses, self.flat.gradient)
+                stepping = 0 if self._script is None else self._script.stepping or 0
+                found = self._checks.problem(losses, self.flat.gradient, stepping)
             self._problem = max(self._problem, Problem.SKIPPED if self._skips else found)
             self._all_skipped = self._all_skipped and self._skips
         return mean_loss

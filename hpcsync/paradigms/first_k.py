@@ -390,6 +390,11 @@ class FirstKOptions(ParadigmOptions):
         return self.smallest_k if self.waits else 1
 
     @property
+    def mixes_pushes(self) -> bool:
+        """True if an update can be of pushes with which workers are at different steps."""
+        return True
+
+    @property
     def counts_workers(self) -> bool:
         """True if an update takes one contribution of each of several workers."""
         return self.waits

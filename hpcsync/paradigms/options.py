@@ -261,6 +261,11 @@ class ParadigmOptions:
         return False
 
     @property
+    def mixes_pushes(self) -> bool:
+        """True if an update can be of pushes with which workers are at different steps."""
+        return self.merges
+
+    @property
     def applies_at_release(self) -> bool:
         """True if the push of a blocked worker is an update of its own, made when the worker is released."""
         return False

@@ -407,7 +407,7 @@ def _is_default(loader: DataLoader[Any]) -> bool:
         return False
     if type(sampler) is RandomSampler:
         return not sampler.replacement and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
-    return type(sampler) is SequentialSampler
+    return type(sampler) is SequentialSampler and len(sampler) == len(loader.dataset)  # type: ignore[arg-type]
 
 
 def _batch_size(loader: DataLoader[Any]) -> int:

@@ -6,6 +6,7 @@ theta + mu v, the point at which the gradient is taken, whereas other workers re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -280,4 +281,5 @@ class Mean:
     @property
     def distance(self) -> float:
         """Consensus distance: root mean squared distance of the replicas from their mean."""
-        return float(max(0.0, self._squares) / (self._weight or 1.0)) ** 0.5
+        squares = self._squares if math.isnan(self._squares) else max(0.0, self._squares)  # not NaN as 0
+        return float(squares / (self._weight or 1.0)) ** 0.5

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from hpcsync.config.errors import JobError
 from hpcsync.config.torch_optimizers import IMPLEMENTATION
 from hpcsync.state import built, plain
 from hpcsync.training.flat_model import FlatModel
@@ -62,10 +63,22 @@ class Number(NamedTuple):
 
 
 class StepToMake(NamedTuple):
-    """A step of one of a script's optimizers: its index, and the numbers of all groups of all of them."""
+    """A step of one of a script's optimizers.
+
+    Parameters
+    ----------
+    stepping, before
+        Index of the optimizer, and of that of the step before; -1 if there was none.
+    numbers
+        Numbers of all groups of all optimizers.
+    skips
+        Whether the step is skipped.
+    """
 
     stepping: int
+    before: int
     numbers: list[float]
+    skips: bool
 
 
 class ScriptOptimizers:
@@ -88,6 +101,8 @@ class ScriptOptimizers:
         Index of the optimizer whose step is under way; `only` between the steps.
     skips
         True if the step under way must change nothing, because a gradient is not finite (GradScaler).
+    before
+        Index of the optimizer of the latest step on this worker; -1 before the first.
     """
 
     def __init__(
@@ -96,6 +111,7 @@ class ScriptOptimizers:
         self.optimizers, self.flat, self.clip_norm = optimizers, flat, clip_norm
         self.only = 0 if len(optimizers) == 1 else None
         self.stepping, self.skips = self.only, False
+        self.before = -1
         self.steps = [optimizer.step for optimizer in optimizers]  # before a session takes them over
         self.numbers = tuple(chain.from_iterable(_numbers(index, each) for index, each in enumerate(optimizers)))
         self._rates: list[float] = []  # of all groups, as last told
@@ -129,7 +145,7 @@ class ScriptOptimizers:
             yield
             return
         self.flat.return_gradient(built(list[bool], state["present"]))
-        with self.following([StepToMake(built(int, state["stepping"]), built(list[float], state["numbers"]))]):
+        with self.following([built(StepToMake, {name: state[name] for name in StepToMake._fields})]):
             yield
         self.flat.drop_gradient()
 
@@ -159,36 +175,34 @@ class ScriptOptimizers:
         return stated
 
     def digest(self) -> int:
-        """Return 24 bits that are the same on workers whose optimizers have the same numbers."""
-        return zlib.crc32(np.array(self._stated_numbers()).tobytes()) & 0xFFFFFF
+        """Return 24 bits that are the same on workers whose optimizers have the same numbers, and step alike so far."""
+        return zlib.crc32(np.array([*self._stated_numbers(), self.skips, self.before]).tobytes()) & 0xFFFFFF
 
     def step_to_make(self) -> StepToMake:
         """Return the step under way, for `following` on all workers."""
-        return StepToMake(self.stepping or 0, self._stated_numbers())
+        return StepToMake(self.stepping or 0, self.before, self._stated_numbers(), self.skips)
 
     @contextmanager
     def following(self, steps: Sequence[StepToMake]) -> Iterator[None]:
-        """Let the step be that of the workers that contribute to it, with the mean of their numbers.
+        """Let the step be that of the workers that contribute to it, with the mean of their numbers, if none skips it.
 
         Raises
         ------
-        RuntimeError
+        JobError
             If they are steps of different optimizers.
         """
-        if len({step.stepping for step in steps}) > 1:
-            raise RuntimeError(
-                "step: all workers must step the same optimizer in the same iteration; they step optimizers "
-                + ", ".join(str(step.stepping) for step in steps)
-            )
-        own_step, own_numbers = self.stepping, _options(self.optimizers, self.numbers)
+        for stepping in ({step.stepping for step in steps}, {step.before for step in steps}):
+            if len(stepping) > 1:
+                raise JobError(different(stepping))
+        own_step, own_numbers = (self.stepping, self.skips), _options(self.optimizers, self.numbers)
         same = all(step.numbers == steps[0].numbers for step in steps)
         numbers = steps[0].numbers if same else np.mean([step.numbers for step in steps], axis=0).tolist()
-        self.stepping = steps[0].stepping
+        self.stepping, self.skips = steps[0].stepping, any(step.skips for step in steps)
         _set_numbers(self.optimizers, self.numbers, numbers)
         try:
             yield
         finally:
-            self.stepping = own_step
+            self.stepping, self.skips = own_step
             _set_options(self.optimizers, self.numbers, own_numbers)
 
     def cuts(self, n_shards: int) -> list[slice]:
@@ -356,6 +370,12 @@ def clipped(norm: float, limit: float | None) -> float:
     return 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
 
 
+def different(stepping: Iterable[int]) -> str:
+    """Return the refusal of an update to which workers contribute with different optimizers."""
+    numbers = ", ".join(map(str, sorted(stepping)))
+    return f"step: all workers must step the same optimizer in the same update; they step optimizers {numbers}"
+
+
 # ---- on a worker ----
 
 
@@ -384,9 +404,9 @@ class OwnOptimizer(WorkerOptimizer):
     def step(self, gradient: torch.Tensor, lr: float) -> None:
         """Make the script's step; the gradient is in the model's flat vector, `lr` a factor of the script's rates."""
         script = self._script
+        script.before = at_optimizer = script.stepping or 0
         if script.skips:
             return
-        at_optimizer = script.stepping or 0
         optimizer = script.optimizers[at_optimizer]
         present = script.present
         script.flat.return_gradient(present)
@@ -501,7 +521,18 @@ class PieceOptimizer(ServerOptimizer):
         self._row: torch.Tensor | None = None
 
     def follow(self, stated: Sequence[np.ndarray]) -> None:
-        """Take over the numbers that the contributors have stated, or their mean, and all gradients that any has."""
+        """Take over the numbers that the contributors have stated, or their mean, and all gradients that any has.
+
+        Raises
+        ------
+        JobError
+            If they step different optimizers: what they have of the others' gradients is not meant for a step.
+        """
+        stepping = {
+            self._script.owner[index] for each in stated for index in np.flatnonzero(each[-len(self._present) :])
+        }
+        if len(stepping) > 1:
+            raise JobError(different(stepping))
         together = stated[0] if all(np.array_equal(stated[0], each) for each in stated[1:]) else np.mean(stated, axis=0)
         n = len(self._present)
         _set_numbers(self.optimizers, self._script.numbers, together[: len(together) - n].tolist())

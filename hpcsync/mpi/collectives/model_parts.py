@@ -182,12 +182,12 @@ def _read_parts(parts: Sequence[torch.Tensor], worker: int, read: Read, buffers:
     return True
 
 
-def share(tensors: Iterable[torch.Tensor], comm: MPI.Intracomm) -> None:
-    """Broadcast rank 0's values, of any type, through host memory, because MPI collectives get no device pointers."""
+def share(tensors: Iterable[torch.Tensor], comm: MPI.Intracomm, root: int = 0) -> None:
+    """Broadcast a rank's values, of any type, through host memory, because MPI collectives get no device pointers."""
     for tensor in tensors:
         values = tensor.detach().cpu().contiguous()  # shares the tensor's memory if possible
         octets = values.reshape(-1).view(torch.uint8).numpy()
         for begin in range(0, len(octets), BCAST_BYTES):  # Open MPI takes fewer than 2^31 elements
-            comm.Bcast(octets[begin : begin + BCAST_BYTES], 0)
+            comm.Bcast(octets[begin : begin + BCAST_BYTES], root)
         if values.data_ptr() != tensor.data_ptr():
             tensor.copy_(values)

@@ -21,7 +21,7 @@ from hpcsync.core.iterations import Iterations
 from hpcsync.core.peer_coordinator import BatchDivision
 from hpcsync.mpi.collectives.allreduce import mean_vector
 from hpcsync.mpi.collectives.bucket_reducer import BucketReducer
-from hpcsync.mpi.collectives.model_parts import Layers
+from hpcsync.mpi.collectives.model_parts import Layers, share
 from hpcsync.mpi.peer.channel import PeerChannel
 from hpcsync.mpi.transport import messages
 from hpcsync.paradigms.peer_method import Actions, Agreed, ExchangeResult, PeerMethod, StepCounts, Transport
@@ -241,12 +241,17 @@ class Summing(Exchange):
         return 0 if self._script is None else self._script.digest()
 
     def _step_together(self, agreed: Agreed, lr: float, *, contributes: bool) -> None:
-        """Make the same step on all workers, also where their optimizers' numbers differ, or some have ended."""
+        """Make the same step on all workers, also where their optimizers' numbers differ, or some have ended.
+
+        These do not know what the script has done with the mean gradient, such as clipping: they get it from another.
+        """
         if self._script is None or (agreed.alike and agreed.n_contributing == self._comm.size):
             self.peer.step(self._flat.gradient, lr)
             return
         steps = self._comm.allgather(self._script.step_to_make() if contributes else None)
-        with self._script.following([step for step in steps if step is not None]):
+        made = [rank for rank, step in enumerate(steps) if step is not None]
+        share([self._flat.gradient], self._comm, root=made[0])
+        with self._script.following([steps[rank] for rank in made]):
             self.peer.step(self._flat.gradient, lr)
 
     def _published_weights(self) -> torch.Tensor:

@@ -127,9 +127,11 @@ class PeerSession(RankSession):
         source = self._iterations.source(asked.dataset, asked.batch_size, asked.sharded)
         self._describe(self._exchange.prepare(source, self._iterations))
         self._link.phases.enter(Phase.COMPUTING, self._machine.iteration + 1)
-        self._accumulate = asked.accumulate
+        self._accumulate, self._n_passes = asked.accumulate, 0
         self._exchange.let_overlap(self._reduces)
-        for batch in self._iterations.shard(*asked[:3], lambda: self.stopped, sharded=asked.sharded):
+        for batch in self._iterations.shard(
+            *asked[:3], lambda: self.stopped, sharded=asked.sharded, accumulate=asked.accumulate
+        ):
             yield self._exchange.begin(batch)
 
     def _describe(self, attributes: Mapping[str, int]) -> None:
@@ -169,6 +171,8 @@ class PeerSession(RankSession):
                 "several backward passes in one step: the first one's gradient is already the mean of all workers'; "
                 "add the losses, pass accumulate to shard, or call all but the last backward in session.no_sync()"
             )
+        if not self._iterations.under_way and self._iterations.in_loop:
+            self._begin_again()
         if not self._iterations.under_way:
             return
         if self._reduces:

@@ -292,7 +292,9 @@ class WorkerSession(LinkedSession):
                 n_optimizers = 1 if self._script is None else len(self._script.optimizers)
                 self._iterations.skip(n_steps * asked.accumulate // n_optimizers)
             self._comes_back = False  # only now: a checkpoint may be made while this worker waits for its first grant
-        return self._iterations.shard(*asked[:3], lambda: self.stopped, sharded=asked.sharded)
+        return self._iterations.shard(
+            *asked[:3], lambda: self.stopped, sharded=asked.sharded, accumulate=asked.accumulate
+        )
 
     def cancelled(self, share: float) -> bool:
         """Return whether server 0 has cancelled the current iteration."""

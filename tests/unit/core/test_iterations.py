@@ -42,6 +42,34 @@ def test_several_loaders_continue_as_one_of_more_training_epochs(worker):
     assert samples(make_iterations(worker).shard(DATA, 4, 3, never)) == found[0] + found[2]
 
 
+def epochs_left_early(iterations: Iterations) -> Iterator[list[int]]:
+    """Train on the first two batches of each of three epochs."""
+    for _ in range(3):
+        left = 2
+        for (x,) in iterations.shard(DATA, 4, 1, never):
+            iterations.end()
+            yield x.tolist()
+            if (left := left - 1) == 0:
+                break
+
+
+def test_epochs_that_the_loop_left_early_are_over_after_a_resume_too():
+    iterations = make_iterations()
+    whole, trains = [], epochs_left_early(iterations)
+    states = [iterations.state() for batch in trains if not whole.append(batch)]
+    assert len(whole) == 6
+    resumed = make_iterations()
+    resumed.restore(states[2])  # in the middle of the second epoch, of which the loop now makes two batches more
+    rest = list(epochs_left_early(resumed))
+    assert rest[0] == whole[3] and rest[-2:] == whole[4:]
+
+
+def test_batches_that_are_allocated_by_the_step_are_not_accumulated():
+    iterations = make_iterations(allocated=lambda: (0, 4))
+    with pytest.raises(JobError, match="accumulate = 2: must be 1 where batches are allocated"):
+        next(iterations.shard(DATA, 4, 1, never, accumulate=2))
+
+
 def test_a_loader_without_end_continues_too():
     iterations = make_iterations()
     samples(iterations.shard(DATA, 4, 1, never))
@@ -236,7 +264,7 @@ def test_the_lengths_of_streams_are_part_of_the_state():
     iterations = make_iterations()
     whole = list(trained(make_iterations(), streamed(), [1, 1]))
     list(itertools.islice(trained(iterations, streamed(), [1, 1]), 5))
-    assert iterations.state()["lengths"] == {0: 3}
+    assert iterations.state()["lengths"][0] == 3
     resumed = make_iterations()
     resumed.restore({**iterations.state(), "lengths": {0: 1}})
     assert list(trained(resumed, streamed(), [1, 1])) != whole[4:]

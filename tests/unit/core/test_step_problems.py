@@ -121,3 +121,12 @@ def test_the_loss_of_a_job():
     assert loss_check(make_job())(0.5) == Problem.NONE
     assert loss_check(make_job())(math.nan) == Problem.LOSS_NOT_FINITE
     assert loss_check(make_job(workload={"name": "timing"}))(math.nan) == Problem.NONE
+
+
+def test_every_optimizer_may_step_once_with_a_gradient():
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model]
+    checks, gradient = StepChecks(model, optimizers), torch.zeros(1)
+    backward(model)
+    found = [checks.problem([1.0], gradient, stepping) for stepping in (0, 1, 0)]
+    assert found == [Problem.NONE, Problem.NONE, Problem.NO_GRADIENT]

@@ -12,7 +12,9 @@ from torch.utils.data import TensorDataset
 
 import hpcsync
 from hpcsync.audit.trace_audit import audit
+from hpcsync.config.errors import JobError
 from hpcsync.mpi.peer.exchange import Summing
+from hpcsync.mpi.transport.thread_ranks import run
 from hpcsync.trace.reader import load
 from hpcsync.training.flat_model import FlatModel
 from hpcsync.training.script_optimizers import ScriptOptimizers, StepToMake
@@ -81,7 +83,38 @@ def in_turn(comm: MPI.Intracomm, folder, n_batches: int) -> None:
             first.step()
 
 
-SCRIPTS = {"scheduled": scheduled, "unused": unused, "in turn": in_turn}
+def clipped(comm: MPI.Intracomm, folder, n_batches: int) -> None:
+    """The script changes the mean gradient, of which a worker without a batch knows nothing."""
+    model = made(6, 8, 1)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05)
+    with hpcsync.connect(model, sgd, "allreduce", comm=comm, out=folder / "run", evaluate=nothing) as sync:
+        for x, y in sync.shard(data(n_batches), BATCH):
+            sgd.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            sgd.step()
+
+
+def scaled(comm: MPI.Intracomm, folder, n_batches: int) -> None:
+    """A step is skipped on all workers if the gradient of one is not finite, with two optimizers too."""
+    models = made(6, 8, 6), made(6, 1)
+    first, second = (torch.optim.SGD(each.parameters(), lr=0.05) for each in models)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    with hpcsync.connect(models, [first, second], "allreduce", comm=comm, out=folder / "run", evaluate=nothing) as sync:
+        for i, (x, y) in enumerate(sync.shard(data(n_batches), BATCH)):
+            second.zero_grad()
+            scaler.scale(nn.functional.mse_loss(models[1](models[0](x).detach()), y)).backward()
+            scaler.step(second)
+            first.zero_grad()
+            loss = models[1](models[0](x)).square().mean()
+            scaler.scale(loss * (float("inf") if i == 1 and sync.worker == 0 else 1.0)).backward()
+            nn.utils.clip_grad_norm_(models[0].parameters(), 0.01)
+            scaler.step(first)
+            scaler.update()
+    assert all(p.isfinite().all() and p.abs().max() < 10 for model in models for p in model.parameters())
+
+
+SCRIPTS = {each.__name__: each for each in (scheduled, unused, in_turn, clipped, scaled)}
 
 
 def distances(comm: MPI.Intracomm, folder, name: str) -> tuple[list[float], set[str]]:
@@ -111,7 +144,7 @@ def test_replicas_stay_equal(comm, needs, folder, name):
             lambda self, _, lr, contributes: self.peer.step(self._flat.gradient, lr),
         ),
         (
-            "in turn",
+            "in_turn",
             Summing,
             "_step_together",
             lambda self, _, lr, contributes: self.peer.step(self._flat.gradient, lr),
@@ -126,13 +159,48 @@ def test_without_an_agreement_they_do_not(comm, only, folder, monkeypatch, name,
     assert max(found) > 0 and "all replicas have equal weights" in failed
 
 
+class One(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+
+def out_of_phase(comm: MPI.Intracomm, folder, paradigm: str, **options) -> None:
+    """Two optimizers; the second steps in every other iteration of an epoch, which are not equally long."""
+    models = One(), One()
+    first, second = (torch.optim.SGD(each.parameters(), lr=1.0) for each in models)
+    with hpcsync.connect(models, [first, second], paradigm, comm=comm, out=folder / "run", **options) as sync:
+        for _ in range(2):
+            for i, _ in enumerate(sync.shard(data(2 * comm.size - 1), BATCH)):
+                first.zero_grad()
+                models[0].weight.sum().backward()
+                first.step()
+                if i % 2 == 0:
+                    second.zero_grad()
+                    (models[1].weight.sum() - 100 * models[0].weight.sum()).backward()
+                    second.step()
+
+
+@pytest.mark.parametrize("paradigm", ["bsp", "allreduce"])
+def test_an_update_is_of_steps_of_one_optimizer(tmp_path, paradigm):
+    with pytest.raises(JobError, match="all workers must step the same optimizer in the same update"):
+        run(3, lambda comm: out_of_phase(comm, tmp_path, paradigm))
+
+
+def test_paradigms_that_mix_pushes_are_refused_with_several_optimizers(comm, needs, folder):
+    needs(2)
+    for paradigm, options in (("k-sync", {"k": 1}), ("ssp", {"staleness": 1, "merge": True})):
+        with pytest.raises(JobError, match="must be another with several optimizers"):
+            out_of_phase(comm, folder, paradigm, **options)
+
+
 def test_steps_of_different_optimizers_are_refused():
     models = made(6, 1), made(1, 1)
     flat = FlatModel(nn.ModuleList(models), [p for each in models for p in each.parameters()])
     script = ScriptOptimizers([torch.optim.SGD(each.parameters(), lr=0.1) for each in models], flat)
     numbers = script.step_to_make().numbers
     with (
-        pytest.raises(RuntimeError, match="step optimizers 0, 1"),
-        script.following([StepToMake(0, numbers), StepToMake(1, numbers)]),
+        pytest.raises(JobError, match="step optimizers 0, 1"),
+        script.following([StepToMake(each, -1, numbers, False) for each in (0, 1)]),
     ):
         pass

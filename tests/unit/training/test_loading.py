@@ -384,6 +384,7 @@ def test_kinds_of_data():
         Ordered: [Data(), TensorDataset(torch.zeros(9)), range(9), DataLoader(Data(), 2, shuffle=True)],
         Drawn: [
             DataLoader(Data(), 2, sampler=SequentialSampler([1, 2])),
+            DataLoader(Data(), 2, sampler=SequentialSampler([1, 2])),  # it says two samples, which are not all
             DataLoader(Data(), batch_sampler=BatchSampler([1], 1, False)),
         ],
         Read: [Stream(), DataLoader(Stream(), 2), Batches()],

@@ -1,5 +1,7 @@
 """Local steps against explicit recurrences; mixing, means and outer steps against NumPy."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -267,3 +269,10 @@ def test_an_outer_step_leads_towards_the_mean():
     Outer(start, 0.5, 0.0).step(mean)
     np.testing.assert_allclose(numbers(mean), (numbers(start) + numbers(target)) / 2, rtol=1e-12)
     assert float((mean - target).norm()) < float((start - target).norm())
+
+
+def test_the_distance_of_replicas_that_are_no_numbers_is_none():
+    mean = Mean(torch.empty(2))
+    for replica in ([1.0, 2.0], [float("nan"), 2.0]):
+        mean.add(torch.tensor(replica))
+    assert math.isnan(mean.distance)

@@ -1,0 +1,59 @@
+"""A script that trains as a single process."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import hpcsync
+
+DATA = TensorDataset(torch.linspace(-1, 1, 96).view(24, 4), torch.linspace(0, 1, 24).view(24, 1))
+
+
+def test_layers_that_are_in_evaluation_mode_stay_there():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    model[1].eval()
+    before = model[1].running_mean.clone()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def evaluate(judged: nn.Module) -> tuple[float, float]:
+        judged.eval()
+        return 0.0, 0.0
+
+    with hpcsync.connect(model, sgd, evaluate=evaluate, every_samples=8) as sync:
+        for x, y in sync.shard(DataLoader(DATA, 4)):
+            assert model.training and model[0].training and not model[1].training
+            sgd.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            sgd.step()
+    assert torch.equal(model[1].running_mean, before)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_what_is_clipped_is_the_gradient_without_the_scale_of_a_scaler(fused):
+    model = nn.Linear(4, 1)
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    before = torch.cat([p.detach().flatten() for p in model.parameters()])
+    with hpcsync.connect(model, sgd, clip_norm=0.001) as sync:
+        for x, y in sync.shard(DataLoader(DATA, 24)):
+            scaler.scale(nn.functional.mse_loss(model(x), y + 5.0)).backward()
+            scaler.step(sgd)
+            scaler.update()
+    after = torch.cat([p.detach().flatten() for p in model.parameters()])
+    assert (after - before).norm().item() == pytest.approx(0.001, rel=1e-3)
+
+
+def test_optimizers_step_one_after_the_other_with_one_gradient_and_the_run_may_end_between_them():
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model]
+    seen = 0
+    with hpcsync.connect(model, optimizers, stop={"updates": 3}) as sync:
+        for x, y in sync.shard(DataLoader(DATA, 4)):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            seen += 1
+    assert seen == 2
