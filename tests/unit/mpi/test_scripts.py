@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from hpcsync.audit.trace_audit import audit
+from hpcsync.config.errors import JobError
 from hpcsync.mpi.transport.thread_ranks import run
 from hpcsync.system import garbage
 from hpcsync.trace.reader import load
@@ -225,7 +226,6 @@ def stepping_all(self: Any) -> list[bool]:
 PRESENT, NUMBERS = "ScriptOptimizers.present", "_set_numbers"
 BROKEN: dict[str, tuple[str, Any]] = {
     "finetuning": (PRESENT, property(lambda self: [True] * len(self.flat.parameters))),
-    "gan": (PRESENT, property(stepping_all)),
     "iterable": (NUMBERS, lambda *_: None),
     "transformer": ("clipped", lambda norm, limit: 1.0),
     "fabric": ("clipped", lambda norm, limit: 1.0),
@@ -239,6 +239,12 @@ def test_a_server_that_steps_otherwise_is_noticed(installed, name, tmp_path, mon
     before = plain(name, CASES[name], 2)
     monkeypatch.setattr(f"{script_optimizers.__name__}.{what}", replacement)
     assert distance(trained(name, "bsp", 1, 2, tmp_path / "run").models, before.models) > 1e-6
+
+
+def test_a_worker_that_would_step_both_models_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(f"{script_optimizers.__name__}.{PRESENT}", property(stepping_all))
+    with pytest.raises(JobError, match="all workers must step the same optimizer in the same update"):
+        trained("gan", "bsp", 1, 2, tmp_path / "run")
 
 
 def test_statistics_of_the_joined_batch_are_noticed(tmp_path, monkeypatch):
