@@ -174,6 +174,10 @@ class ScriptOptimizers:
             stated += map(float, value) if count else [float(value)]
         return stated
 
+    def set_numbers(self, stated: Sequence[float]) -> None:
+        """Set the numbers of all groups, as in a `StepToMake`."""
+        _set_numbers(self.optimizers, self.numbers, stated)
+
     def digest(self) -> int:
         """Return 24 bits that are the same on workers whose optimizers have the same numbers, and step alike so far."""
         return zlib.crc32(np.array([*self._stated_numbers(), self.skips, self.before]).tobytes()) & 0xFFFFFF
@@ -198,7 +202,7 @@ class ScriptOptimizers:
         same = all(step.numbers == steps[0].numbers for step in steps)
         numbers = steps[0].numbers if same else np.mean([step.numbers for step in steps], axis=0).tolist()
         self.stepping, self.skips = steps[0].stepping, any(step.skips for step in steps)
-        _set_numbers(self.optimizers, self.numbers, numbers)
+        self.set_numbers(numbers)
         try:
             yield
         finally:

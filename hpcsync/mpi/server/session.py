@@ -74,13 +74,19 @@ class LinkedSession(RankSession):
         return self._link.roles.name(self.rank)
 
     def _share_kept(self, comm: MPI.Intracomm) -> None:
-        """Give all ranks' optimizers of the script what the servers' have kept; collective over the survivors."""
+        """Give all ranks' optimizers of the script what the servers' have kept; collective over the survivors.
+
+        Learning rates and the like are those of a worker, whose schedulers have changed them.
+        """
         if self._script is None or self._job.steps_on_workers:
             return
         own = self._kept_pieces()
         for server in range(self._link.roles.n_servers):
             for i in range(comm.bcast(len(own), server)):  # one by one: together they may be too large for a message
                 self._script.adopt([comm.bcast(own[i] if comm.rank == server else None, server)])
+        stated = comm.bcast(self._script.step_to_make().numbers, comm.size - 1)  # the last rank is a worker
+        if self.worker is None:
+            self._script.set_numbers(stated)
 
     def _kept_pieces(self) -> list[Any]:
         """Return what this server's optimizers have kept; on a worker nothing."""

@@ -60,3 +60,19 @@ def test_without_the_batches_before_it_has_not(comm, only, folder, monkeypatch, 
     monkeypatch.setattr(Session, "batches_before", property(lambda self: 0, lambda self, n: None), raising=False)
     resumed = script(comm, killed(comm, folder / "a"), paradigm, "batch", resume=True)
     assert not torch.equal(finished, resumed)
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_after_the_run_all_ranks_have_the_rates_of_the_workers(comm, needs, folder, servers):
+    needs(servers + 1)
+    model = torch.nn.Linear(3, 1)
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(sgd, 1, 0.5)
+    data = TensorDataset(torch.zeros(8 * (comm.size - servers), 3))
+    with hpcsync.connect(model, sgd, "bsp", servers=servers, comm=comm, out=folder / "run") as sync:
+        for (x,) in sync.shard(data, batch_size=2):
+            sgd.zero_grad()
+            model(x).sum().backward()
+            sgd.step()
+            schedule.step()
+    assert sgd.param_groups[0]["lr"] == 0.5**4
