@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from hpcsync.run_dir import checkpoint, layout, status_file
-from hpcsync.trace.reader import TraceError, settle
 
 
 def close(folder: Path, status: str) -> str | None:
@@ -25,6 +24,8 @@ def close(folder: Path, status: str) -> str | None:
     str or None
         The status of the trace before; None if it was final already, or there is no trace.
     """
+    from hpcsync.trace.reader import TraceError, settle  # not where runs end well: it imports h5py
+
     trace = folder / layout.TRACE
     status_file.settle(folder, status)
     try:

@@ -19,7 +19,7 @@ def _one_thread():
 def _garbage_is_collected_seldom():
     """A collection visits all that was imported: together they were a twelfth of the time of these tests."""
     gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
+    gc.set_threshold(5_000, 20, 20)
 
 
 @pytest.fixture(autouse=True, scope="session")

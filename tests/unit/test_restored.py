@@ -359,10 +359,11 @@ def play_script_store(store: Any, dice: random.Random, steps: int) -> list[Any]:
     made = store.made
     if steps > 40:
         store._rule.set_momentum(dice.random())
+    stepping = dice.randrange(2)
     for worker in range(2):
         made.optimizers[0].param_groups[1]["lr"] = dice.random()
         store._stated[worker] = made.statement()
-        store._stated[worker, -3:] = 1.0
+        store._stated[worker, -3:] = [owner == stepping for owner in made.owner]
     return play_store(store, dice, steps)
 
 
@@ -547,6 +548,7 @@ PASSING |= {
     "share",
     "agreed",
     "loop",
+    "in_loop",
     "batch_size",
     "computed_s",
     "_skip",
