@@ -167,7 +167,8 @@ def test_a_commit_that_the_gate_keeps_back_is_saved(comm, only, folder, monkeypa
     cluster = {
         "servers": 1,
         "workers": workers,
-        "compute": {"model": "constant", "seconds": [0.006] * last + [0.002]},
+        # A pause of a busy core is short beside these.
+        "compute": {"model": "constant", "seconds": [0.02] * last + [0.007]},
         "events": [{"worker": 0, "at_iteration": 5, "change": "slow", "factor": 4.0}],  # for whom all others then wait
         "workers_min": last,
     }
