@@ -29,7 +29,7 @@ from hpcsync.mpi.transport.ulfm import RankFailed, leave_with, survivors, tolera
 from hpcsync.mpi.transport.window_selection import WindowSelection
 from hpcsync.paradigms.records import Problem
 from hpcsync.run_dir.checkpoint import Checkpoints
-from hpcsync.state import StateError, built, restore_arrays
+from hpcsync.state import StateError, restore_arrays
 from hpcsync.system import launch_output, launcher
 from hpcsync.system.atomic_files import NotWritten
 from hpcsync.system.signals import TO_BE_RESUMED, Terminated, left_to_rank_0
@@ -108,8 +108,9 @@ class Given(NamedTuple):
 
 
 def batches_of(state: Mapping[str, Any] | None) -> int:
-    """Return how many batches a worker had trained on when it wrote this state."""
-    return 0 if state is None else built(int, state["iterations"]["used"])
+    """Return how many batches a worker had trained on when it wrote this state; what is wrong with it is told later."""
+    used = 0 if state is None else state["iterations"].get("used")
+    return used if isinstance(used, int) else 0
 
 
 class RankSession(Session):
