@@ -194,7 +194,8 @@ class RankSession(Session):
         """Make the step of an optimizer of the script; as its own `step`, it returns what the closure returns."""
         script, loss = self._script, None
         assert script is not None
-        if self._is_left_over(len(script.optimizers), under_way=self._iterations.under_way):
+        n = len(script.optimizers)
+        if self.worker is not None and self._is_left_over(n, under_way=self._iterations.under_way):
             return None
         optimizer: Any = script.optimizers[index]
         if closure is not None:

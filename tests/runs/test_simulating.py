@@ -38,7 +38,7 @@ def test_a_signal_ends_it_and_leaves_a_trace(tmp_path, path):
     out = tmp_path / "out"
     arguments = ("--set", "stop.updates=100000000", "--set", "evaluation.every_samples=0", "--out", out)
     with started(hpcsync("simulate", path, *arguments)) as program:
-        program.wait_for(lambda p: "updates" in p.out)
+        program.wait_for(lambda p: "samples/s" in p.out)
         program.process.send_signal(signal.SIGTERM)
         assert program.status == 1
     assert f"interrupted: SIGTERM; the trace so far is {out / 'trace.h5'}" in program.err
