@@ -17,7 +17,7 @@ from hpcsync.core.step_problems import ProblemReport, StepChecks
 from hpcsync.paradigms.records import PushInfo
 from hpcsync.training.buffers import Buffers, Calibrate
 from hpcsync.training.lr_schedule import EvaluationSchedule, learning_rate
-from hpcsync.training.script_optimizers import parameters_of
+from hpcsync.training.script_optimizers import parameters_of, unscale
 from hpcsync.workloads.registry import Evaluate, evaluated
 
 
@@ -93,11 +93,8 @@ class LocalSession(Session):
         self._iterations.end()
         self._check(optimizer)
         if self._clip_norm is not None:
-            if (scale := getattr(optimizer, "grad_scale", None)) is not None:  # of a GradScaler, for a fused step
-                for parameter in parameters_of(optimizer):
-                    if parameter.grad is not None:
-                        parameter.grad.div_(float(scale))
-                optimizer.grad_scale = None
+            unscale(optimizer)
+            optimizer.grad_scale = None  # what has been dealt with
             torch.nn.utils.clip_grad_norm_(list(parameters_of(optimizer)), self._clip_norm)
         optimizer._opt_called = True  # what a scheduler looks for
         given = [group["lr"] for group in optimizer.param_groups]

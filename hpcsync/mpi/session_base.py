@@ -38,7 +38,7 @@ from hpcsync.training.buffers import Buffers, Calibrate
 from hpcsync.training.flat_model import FlatModel
 from hpcsync.training.gradient import Loss
 from hpcsync.training.optimizers import OptimizerFactory, OptimizerSpec
-from hpcsync.training.script_optimizers import ScriptOptimizers, parameters_of, same
+from hpcsync.training.script_optimizers import ScriptOptimizers, parameters_of, same, unscale
 from hpcsync.workloads.registry import Evaluate
 
 FAREWELL_S = 3.0  # time that a failed rank gives rank 0 to close the trace before it ends the job
@@ -205,10 +205,8 @@ class RankSession(Session):
         optimizer._opt_called = True  # what a scheduler looks for
         script.stepping = index
         script.skips = bool(getattr(optimizer, "found_inf", 0.0))  # set by a GradScaler
-        if (scale := getattr(optimizer, "grad_scale", None)) is not None and not script.skips:
-            for parameter in parameters_of(optimizer):
-                if parameter.grad is not None:
-                    parameter.grad.div_(float(scale))
+        if not script.skips:
+            unscale(optimizer)
         optimizer.grad_scale = optimizer.found_inf = None  # what has been dealt with
         try:
             self.step()

@@ -198,7 +198,7 @@ class ScriptOptimizers:
         for stepping in ({step.stepping for step in steps}, {step.before for step in steps}):
             if len(stepping) > 1:
                 raise JobError(different(stepping))
-        own_step, own_numbers = (self.stepping, self.skips), _options(self.optimizers, self.numbers)
+        own_step, own_numbers = (self.stepping, self.skips), self._stated_numbers()
         same = all(step.numbers == steps[0].numbers for step in steps)
         numbers = steps[0].numbers if same else np.mean([step.numbers for step in steps], axis=0).tolist()
         self.stepping, self.skips = steps[0].stepping, any(step.skips for step in steps)
@@ -207,7 +207,7 @@ class ScriptOptimizers:
             yield
         finally:
             self.stepping, self.skips = own_step
-            _set_options(self.optimizers, self.numbers, own_numbers)
+            self.set_numbers(own_numbers)
 
     def cuts(self, n_shards: int) -> list[slice]:
         """Return the shards of the flat vector, as equal as the places of the cuts allow.
@@ -372,6 +372,14 @@ def _set(group: dict[str, Any], key: str, values: Sequence[float], count: int) -
 def clipped(norm: float, limit: float | None) -> float:
     """Return the factor with which `torch.nn.utils.clip_grad_norm_` clips a gradient of this norm."""
     return 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
+
+
+def unscale(optimizer: torch.optim.Optimizer) -> None:
+    """Divide the gradients by the scale that a `torch.amp.GradScaler` has left to the optimizer's step, if any."""
+    if (scale := getattr(optimizer, "grad_scale", None)) is not None:
+        for parameter in parameters_of(optimizer):
+            if parameter.grad is not None:
+                parameter.grad.div_(float(scale))
 
 
 def different(stepping: Iterable[int]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,8 +12,8 @@ from torch.utils.data import TensorDataset
 import hpcsync
 from hpcsync.core.session import Session
 from tests.unit.mpi.test_checkpoints import killed
+from tests.unit.mpi.test_narrow_models import SETTINGS
 
-SETTINGS: dict[str, dict[str, Any]] = {"bsp": {}, "allreduce": {}, "local-sgd": {"steps": 2}, "easgd": {"period": 2}}
 EPOCHS = 4
 
 
