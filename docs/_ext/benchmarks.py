@@ -1,4 +1,7 @@
-"""Tables of the page about benchmarks, generated from docs/benchmarks.json, which `make benchmarks` writes."""
+"""Tables of the page about benchmarks.
+
+They are generated from docs/benchmarks.json, which `make benchmarks` writes, and docs/benchmarks-gpu.json, of a GPU.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from hpcsync.bench import TARGETS
 from hpcsync.bench.figures import Figure
 
 FILE = Path(__file__).parents[1] / "benchmarks.json"
+GPU_FILE = FILE.with_stem("benchmarks-gpu")
 
 
 class Column(NamedTuple):
@@ -31,11 +35,15 @@ def pages() -> dict[str, str]:
     """
     measured = json.loads(FILE.read_text(encoding="utf-8"))
     found = {"benchmarks-machine.md": "\n".join(dict.fromkeys(map(_machine, measured))) + "\n"}
-    for target in TARGETS:
+    for target in (name for name, target in TARGETS.items() if "cpu" in target.devices):
         columns = [_column(each["targets"][target]) for each in measured if target in each["targets"]]
         if not columns:
             raise ValueError(f"{FILE.name}: nothing about {target}; run make benchmarks")
         found[f"benchmarks-{target}.md"] = table(columns)
+    on_a_gpu = json.loads(GPU_FILE.read_text(encoding="utf-8"))
+    found["benchmarks-gpu-machine.md"] = _machine(on_a_gpu) + "\n"
+    for target, figures in on_a_gpu["targets"].items():
+        found[f"benchmarks-gpu-{target}.md"] = table([_column(figures)])
     return found
 
 

@@ -46,6 +46,8 @@ class Target(NamedTuple):
     windows : int
         Number of kinds of GPU windows to measure, the fastest first, each in a job of its own since it may crash. 0 if
         the target moves no tensors in windows; `measure` then takes no transport.
+    devices : sequence of str
+        Devices of the target. Without ranks, `measure` takes one if there are several.
     rates : sequence of str
         For a target between hosts, the rates of their links in tc's words; one rank runs on each host, in one job per
         rate. The hosts are network namespaces of this machine, except within an allocation of several nodes, whose
@@ -57,19 +59,26 @@ class Target(NamedTuple):
     ranks: int = 0
     timeout_s: float = 300.0
     windows: int = 0
+    devices: Sequence[str] = ("cpu",)
     rates: Sequence[str] = ()
 
 
+DEVICES = ("cpu", "cuda")
 TARGETS = {
-    "transfers": Target("transfers", "One-sided transfers between two ranks of this node", 2, windows=3),
-    "round-trip": Target("round_trip", "Push, apply, grant, pull: one server, one worker", 2, 600.0, windows=1),
-    "latency": Target("latency", "Round trips of a small model: one server", 4, windows=1),
+    "transfers": Target(
+        "transfers", "One-sided transfers between two ranks of this node", 2, windows=3, devices=DEVICES
+    ),
+    "round-trip": Target(
+        "round_trip", "Push, apply, grant, pull: one server, one worker", 2, 600.0, windows=1, devices=DEVICES
+    ),
+    "latency": Target("latency", "Round trips of a small model: one server", 4, windows=1, devices=DEVICES),
+    "training": Target("gpu_training", "Training a transformer by two workers", 3, 600.0, windows=1, devices=("cuda",)),
     "allreduce": Target("allreduce", "Training on the mean gradient of all ranks", 4, 600.0),
     "hosts": Target("between_hosts", "Training between four hosts", 4, 600.0, rates=("1gbit", "200mbit")),
     "decisions": Target("decisions", "One decision of a paradigm"),
     "tracing": Target("tracing", "One traced event"),
     "prediction": Target("prediction", "Predicted speeds of a worker, and the cost of the predictors"),
-    "compression": Target("compression", "Codecs of contributions"),
+    "compression": Target("compression", "Codecs of contributions", devices=DEVICES),
     "events": Target("event_loop", "Events of the simulator's loop"),
     "simulation": Target("simulation", "Whole simulations"),
 }
@@ -133,8 +142,8 @@ def main(
         before = None if earlier is None else earlier.figures.get(name, [])
         if found := _measured(name, device, kinds, console, before):
             measured["targets"][name] = found
-    if path is not None:
-        Path(path).write_text(json.dumps(measured, indent=2) + "\n", encoding="utf-8")
+        if path is not None:  # at once: the next target may be interrupted
+            Path(path).write_text(json.dumps(measured, indent=2) + "\n", encoding="utf-8")
     return int(len(measured["targets"]) < len(chosen))
 
 
@@ -199,10 +208,10 @@ def parse(targets: Sequence[str], device: str = "cpu") -> list[str]:
     JobError
         For an unknown device or target.
     """
-    if device not in ("cpu", "cuda"):
+    if device not in DEVICES:
         raise JobError(f"--device {shown(device)}: must be cpu or cuda")
-    allowed = [name for name, target in TARGETS.items() if device == "cpu" or target.windows]
-    where = "" if device == "cpu" else " with --device cuda"
+    allowed = [name for name, target in TARGETS.items() if device in target.devices]
+    where = "" if device == "cpu" else f" with --device {device}"
     for name in targets:
         if name not in allowed:
             must = f"must be one of {', '.join(allowed)}{where}{did_you_mean(name, allowed)}"
@@ -254,7 +263,8 @@ def measure(target: Target, device: str = "cpu", kind: str = "host") -> tuple[st
         If the benchmark's job fails.
     """
     if target.ranks == 0:
-        return "", importlib.import_module(f"{__name__}.{target.module}").measure()
+        module = importlib.import_module(f"{__name__}.{target.module}")
+        return "", module.measure(device) if len(target.devices) > 1 else module.measure()
     with tempfile.TemporaryDirectory() as folder:
         result, output = Path(folder) / "result.json", Path(folder) / "output"
         argv = ["python", "-m", "mpi4py", "-m", f"{__name__}.rank", target.module, str(result)]

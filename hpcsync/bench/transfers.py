@@ -15,18 +15,32 @@ from hpcsync.mpi.transport import cuda
 from hpcsync.mpi.transport.backoff import Backoff
 from hpcsync.mpi.transport.tensor_window import HOST, TensorWindow, Transport
 
-SIZES_MB = (1, 16, 100)
-AIM = 0.8  # in host memory
+SIZES_MB = {"cpu": (1, 16, 100), "cuda": (1, 16, 100, 1000)}
+AIMS = {"host": ("numpy.copyto", 0.8), "ipc": ("copy on the GPU", 0.9)}  # by kind of window: beside what, and the ratio
 AIM_FROM_MB = 16  # below this size the cost of a call matters too
-LOOP_BYTES = 50e6  # smaller transfers are repeated until one value covers so many bytes
+LOOP_BYTES = {"cpu": 50e6, "cuda": 1e9}  # smaller transfers are repeated until one value covers so many bytes
 
 
 def measure(
-    comm: MPI.Intracomm, transport: Transport = HOST, sizes_mb: Sequence[float] = SIZES_MB, repetitions: int = 11
+    comm: MPI.Intracomm, transport: Transport = HOST, sizes_mb: Sequence[float] = (), repetitions: int = 11
 ) -> list[Figure]:
-    """Measure transfers by rank 1 to and from rank 0, which waits with backoff."""
-    backoff = Backoff(comm, passive=transport.passive)
-    return [figure for size_mb in sizes_mb for figure in _measure_size(comm, transport, backoff, size_mb, repetitions)]
+    """Measure transfers by rank 1 to and from rank 0, which waits with backoff.
+
+    Parameters
+    ----------
+    comm
+        Communicator of two ranks.
+    transport
+        Transport of the tensors.
+    sizes_mb
+        Sizes of the transfers, in MB; by default those for the device.
+    repetitions
+        Number of repetitions.
+    """
+    backoff, figures = Backoff(comm, passive=transport.passive), []
+    for size_mb in sizes_mb or SIZES_MB[transport.device.type]:
+        figures += _measure_size(comm, transport, backoff, size_mb, repetitions)
+    return figures
 
 
 def _measure_size(
@@ -38,12 +52,12 @@ def _measure_size(
         window.local.fill_(1)  # first touched by its owner, as a server's weights are
         window.release(0, len(window.local))
         comm.Barrier()
-        figures = _transfer(window, here, size_mb, repetitions) if comm.rank == 1 else []
+        figures = _transfer(transport.kind, window, here, size_mb, repetitions) if comm.rank == 1 else []
         backoff.barrier()
     return figures
 
 
-def _transfer(window: TensorWindow, here: torch.Tensor, size_mb: float, repetitions: int) -> list[Figure]:
+def _transfer(kind: str, window: TensorWindow, here: torch.Tensor, size_mb: float, repetitions: int) -> list[Figure]:
     def put() -> None:
         window.put(here, 0, 0)
         window.flush(0)
@@ -53,12 +67,12 @@ def _transfer(window: TensorWindow, here: torch.Tensor, size_mb: float, repetiti
         window.flush(0)
 
     limits = gpu_copies(here) if here.is_cuda else host_copy(here)
-    loops = max(1, int(LOOP_BYTES / len(here)))
+    loops = max(1, int(LOOP_BYTES[here.device.type] / len(here)))
     calls = (put, get, *limits.values())
     rates = in_turn(repetitions, *(lambda f=f: len(here) / 1e9 / _seconds(f, loops) for f in calls))
-    aim = AIM if size_mb >= AIM_FROM_MB and not here.is_cuda else None
+    beside, aim = AIMS.get(kind, ("", None)) if size_mb >= AIM_FROM_MB else ("", None)
     return [
-        Figure(f"{name} of {size_mb:g} MB", "GB/s", values, limit, limit_values, aim)
+        Figure(f"{name} of {size_mb:g} MB", "GB/s", values, limit, limit_values, aim if limit == beside else None)
         for name, values in zip(("put", "get"), rates, strict=False)
         for limit, limit_values in zip(limits, rates[2:], strict=True)
     ]

@@ -154,7 +154,7 @@ class OneReplica(_Trained):
         slots = [self._slots[worker] for worker in workers]
         if self._compressed is not None:
             del slots[1:]  # the first holds the mean
-        self.mean_gradient_sq = self._rule.update(slots, lr, [1.0] * len(slots), len(slots) / correction)
+        self.mean_gradient_sq = float(self._rule.update(slots, lr, [1.0] * len(slots), len(slots) / correction))
 
     def _mean(self) -> tuple[torch.Tensor, float]:
         return self._weights.data, 0.0

@@ -152,7 +152,7 @@ class Numerics:
         loss = contribution.prepare()
         if work.share < 1.0:
             return Contributed(loss)
-        gradient_sq = contribution.gradient_sq()
+        gradient_sq = float(contribution.gradient_sq())
         sizes_bytes = self._encoder.put(worker, contribution.vector, self._slots[worker], work.ratio)
         return Contributed(loss, sizes_bytes, gradient_sq)
 
@@ -162,7 +162,9 @@ class Numerics:
 
     def apply(self, update: UpdateCommand) -> tuple[int, float]:
         """Apply an update to the store; return the version that it makes and the squared norm of its gradient."""
-        gradient_sq = self._store.apply(update.workers, update.lr, update.weights, update.divisor, update.momentum)
+        gradient_sq = float(
+            self._store.apply(update.workers, update.lr, update.weights, update.divisor, update.momentum)
+        )
         return self._store.version, gradient_sq
 
     def delivered(self, worker: int) -> None:

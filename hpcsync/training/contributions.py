@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import SupportsFloat
 
 import torch
 
 from hpcsync.config.job import Job
 from hpcsync.config.workloads import Timing
 from hpcsync.state import Stateful
-from hpcsync.training.flat_model import FlatModel, squared_norm
+from hpcsync.training.flat_model import FlatModel, SquaredNorm
 from hpcsync.training.lr_schedule import worker_rate
 from hpcsync.training.optimizers import OptimizerFactory, WorkerOptimizer
 from hpcsync.training.update_rules import towards
@@ -89,9 +90,12 @@ class Contribution(Stateful):
         loss, self._loss_sum, self._n_losses = self._loss_sum / self._n_losses, 0.0, 0
         return loss
 
-    def gradient_sq(self) -> float:
-        """Return the squared norm of what the next push sends, after `prepare`; NaN if it is no gradient."""
-        return squared_norm(self.vector) if self._of_gradients else math.nan
+    def gradient_sq(self) -> SupportsFloat:
+        """Return the squared norm of what the next push sends, after `prepare`; NaN if it is no gradient.
+
+        On a GPU it may be read once the stream has been waited for.
+        """
+        return SquaredNorm(self.vector) if self._of_gradients else math.nan
 
     def _step(self, gradient: torch.Tensor, n_samples: int, last: bool) -> None:
         self.vector = gradient

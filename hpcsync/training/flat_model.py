@@ -41,12 +41,33 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
 
 def squared_norm(vector: torch.Tensor) -> float:
     """Return the sum of squares of a vector, shape (size,), as torch sums it; infinity if the vector is not finite."""
+    square: float = _square(vector).item()
+    return math.inf if math.isnan(square) else square
+
+
+def _square(vector: torch.Tensor) -> torch.Tensor:
     if vector.numel() > DOT_SIZE:  # len() of a tensor is a call in Python
-        return sum(map(squared_norm, vector.split(DOT_SIZE)))
+        return torch.stack([_square(part).double() for part in vector.split(DOT_SIZE)]).sum()
     if vector.dtype.itemsize < 4:
         vector = vector.float()
-    square: float = vector.dot(vector).item()
-    return math.inf if math.isnan(square) else square
+    return vector.dot(vector)
+
+
+class SquaredNorm:
+    """The `squared_norm` of a vector, begun; on a GPU it may be read once the stream has been waited for.
+
+    Reading it at once would be another wait.
+    """
+
+    def __init__(self, vector: torch.Tensor) -> None:
+        self._square = _square(vector)
+        if vector.is_cuda:
+            here = torch.empty((), dtype=self._square.dtype, pin_memory=True)
+            self._square = here.copy_(self._square, non_blocking=True)
+
+    def __float__(self) -> float:
+        square: float = self._square.item()
+        return math.inf if math.isnan(square) else square
 
 
 def flat_dtype(parameters: Sequence[nn.Parameter]) -> torch.dtype:

@@ -92,7 +92,8 @@ class Replica:
         assert self._loss is not None
         device = self._flat.weights.device
         self._flat.zero_gradient()
-        loss = self._loss(self._flat.model, *(x.to(device) if isinstance(x, torch.Tensor) else x for x in batch))
+        here = (x.to(device, non_blocking=True) if isinstance(x, torch.Tensor) else x for x in batch)
+        loss = self._loss(self._flat.model, *here)
         if self._depends:
             loss.backward()
         else:

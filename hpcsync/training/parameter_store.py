@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsFloat
 
 import numpy as np
 import torch
@@ -204,7 +204,7 @@ class Store(Stateful):
         weights: Sequence[float] = (),
         divisor: float | None = None,
         momentum: float = math.nan,
-    ) -> float:
+    ) -> SupportsFloat:
         """Make one update from the accumulated sum and these workers' contributions, and free their slots.
 
         Parameters
@@ -222,8 +222,9 @@ class Store(Stateful):
 
         Returns
         -------
-        float
-            Squared norm of this shard of the update's gradient; NaN if it is none, or not measured.
+        SupportsFloat
+            Squared norm of this shard of the update's gradient; NaN if it is none, or not measured. On a GPU it may be
+            read once the stream has been waited for.
         """
         weights = weights or (1.0,) * len(workers)
         divisor = float(len(workers)) if divisor is None else divisor

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsFloat
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ import torch
 from hpcsync.config.job import Job
 from hpcsync.config.workloads import Timing
 from hpcsync.state import Stateful
-from hpcsync.training.flat_model import squared_norm
+from hpcsync.training.flat_model import SquaredNorm
 from hpcsync.training.optimizers import OptimizerFactory, ServerOptimizer
 
 EPSILON = 1e-7  # is added to a mean square before its root is taken
@@ -37,7 +37,7 @@ class Rule(Stateful, ABC):
     @abstractmethod
     def update(
         self, contributions: Sequence[torch.Tensor], rate: float, weights: Sequence[float], divisor: float
-    ) -> float:
+    ) -> SupportsFloat:
         """Change the weights in place.
 
         Parameters
@@ -53,8 +53,9 @@ class Rule(Stateful, ABC):
 
         Returns
         -------
-        float
-            Squared norm of the gradient; NaN if the update is along none, or it is not measured.
+        SupportsFloat
+            Squared norm of the gradient; NaN if the update is along none, or it is not measured. On a GPU it may be
+            read once the stream has been waited for.
         """
 
     def correct(self, worker: int, contribution: torch.Tensor, read: torch.Tensor) -> None:
@@ -114,12 +115,12 @@ class Descent(Rule):
 
     def update(
         self, contributions: Sequence[torch.Tensor], rate: float, weights: Sequence[float], divisor: float
-    ) -> float:
+    ) -> SupportsFloat:
         """Make one step of the optimizer."""
         gradient = weighted_sum(contributions, weights)
         if divisor != 1.0:
             gradient.div_(divisor)
-        gradient_sq = squared_norm(gradient) if self._measures else math.nan
+        gradient_sq = SquaredNorm(gradient) if self._measures else math.nan
         self._optimizer.step(gradient, rate)
         return gradient_sq
 
@@ -193,7 +194,7 @@ class Elastic(Rule):
 
     def update(
         self, contributions: Sequence[torch.Tensor], rate: float, weights: Sequence[float], divisor: float
-    ) -> float:
+    ) -> SupportsFloat:
         """Move the centre; `rate` is alpha."""
         centre = self._weights.data
         counted = [position for position, weight in zip(contributions, weights, strict=True) if weight]
@@ -212,7 +213,7 @@ class Commit(Rule):
 
     def update(
         self, contributions: Sequence[torch.Tensor], rate: float, weights: Sequence[float], divisor: float
-    ) -> float:
+    ) -> SupportsFloat:
         """Add the weighted changes to the weights."""
         self._weights.data.add_(weighted_sum(contributions, weights), alpha=rate / divisor)
         return math.nan
@@ -260,7 +261,7 @@ class DelayedNesterov(Rule):
 
     def update(
         self, contributions: Sequence[torch.Tensor], rate: float, weights: Sequence[float], divisor: float
-    ) -> float:
+    ) -> SupportsFloat:
         """Make an outer step."""
         gradient = weighted_sum(contributions, weights).div_(-divisor)
         self._count = (self._count + 1) % self._period

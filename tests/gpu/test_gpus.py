@@ -89,7 +89,7 @@ def test_digits_are_learned_by_ranks_that_share_a_gpu(comm, needs, folder, parad
         "name": "gpu",
         "seed": 1,
         "workload": {"name": "digits", "batch_size": 32},
-        "optimizer": {"name": "sgd", "lr": 0.05, "momentum": 0.9},
+        "optimizer": {"name": "sgd", "lr": 0.02, "momentum": 0.9},
         "stop": {"samples": 40_000},
         "evaluation": {"every_samples": 10_000},
         "paradigm": paradigm,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from hpcsync.bench import allreduce, latency, round_trip, transfers
+from hpcsync.bench import allreduce, gpu_training, latency, round_trip, transfers
 from hpcsync.mpi.collectives.bucket_reducer import BucketReducer
 from hpcsync.mpi.transport.tensor_window import HOST, Transport
 from hpcsync.training.flat_model import FlatModel
@@ -18,7 +18,7 @@ def positive(figures):
 
 def test_transfers(comm, needs, transport, monkeypatch):
     needs(2)
-    monkeypatch.setattr(transfers, "LOOP_BYTES", 1)
+    monkeypatch.setattr(transfers, "LOOP_BYTES", {"cpu": 1})
     figures = transfers.measure(comm, transport, sizes_mb=(0.001, 0.01), repetitions=2)
     assert len(figures) == (4 if comm.rank == 1 else 0)
     assert positive(figures)
@@ -61,6 +61,17 @@ def test_latency(comm, needs, transport):
     ]
     assert [figure.what for figure in figures] == (measured if comm.rank == 0 else [])
     assert positive(figures)
+
+
+def test_training(comm, needs, monkeypatch):
+    """Two workers train, with a server where the paradigm has one."""
+    needs(3)
+    monkeypatch.setattr(gpu_training, "STEPS", 1)
+    monkeypatch.setattr(gpu_training, "WARM_UP", 1)
+    figures = gpu_training.measure(comm, repetitions=2)
+    assert len(figures) == (len(gpu_training.PARADIGMS) + 2 if comm.rank == 0 else 0)
+    assert all(len(figure.values) == 2 for figure in figures)
+    assert positive([figure for figure in figures if figure.unit == "ms"])
 
 
 def test_allreduce(comm):

@@ -217,8 +217,9 @@ class Shard:
             self._acquire(worker)
         self._link.done.sync()
         update = (command.lr, self._weights, command.divisor, command.momentum)
-        self.gradient_sq = self.store.apply(self._contributors, *update)
+        gradient_sq = self.store.apply(self._contributors, *update)
         self._release()  # before any reader is granted this version, and any worker another slot
+        self.gradient_sq = float(gradient_sq)
         for worker in self._contributors:
             self._free_slot(worker)
         self._contributors.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, SupportsFloat
 
 import numpy as np
 import torch
@@ -130,7 +130,7 @@ class Worker(Stateful):
         lr: float = math.nan,
         problem: int = 0,
         rates: Sequence[tuple[int, float]] = (),
-        gradient_sq: float = math.nan,
+        gradient_sq: SupportsFloat = math.nan,
     ) -> None:
         """Push the contribution of the iteration, wait for the grant and read the next weights, if the run goes on.
 
@@ -145,11 +145,11 @@ class Worker(Stateful):
         rates
             Parameter groups whose learning rates have changed, and these rates.
         gradient_sq
-            Squared norm of the contribution; NaN: it is no gradient.
+            Squared norm of the contribution, read once this has been put; NaN: it is no gradient.
         """
         self._link.phases.enter(Phase.PUSHING)
         encode_s, put_s, n_bytes = self._put() if self.machine.share == 1.0 else (0.0, 0.0, 0)
-        push_info = self.machine.delivered(loss, encode_s, put_s, n_bytes, lr, problem, gradient_sq)
+        push_info = self.machine.delivered(loss, encode_s, put_s, n_bytes, lr, problem, float(gradient_sq))
         if self._buffers is not None:
             self._link.buffers.put(push_info.worker, push_info.iteration, self._buffers.packed())
         for change in rates:

@@ -84,11 +84,11 @@ class HostMemory(NodeMemory):
 
     def __init__(self, comm: MPI.Intracomm, count: int, dtype: torch.dtype, *, page_lock: bool = False) -> None:
         counts = comm.allgather(count)
-        n_bytes = -(-count * dtype.itemsize // cuda.PAGE_BYTES) * cuda.PAGE_BYTES
+        n_bytes = cuda.paged(count * dtype.itemsize)
         self._taken = shm_budget.take(comm, n_bytes)
         self._win: RawWindow | None = communicator.allocate_shared(comm, n_bytes)
         memories = [self._win.Shared_query(rank)[0] for rank in range(comm.size)]
-        arrays = [np.frombuffer(memory, np.uint8, len(memory)) for memory in memories]
+        arrays = [cuda.whole_pages(np.frombuffer(memory, np.uint8, len(memory))) for memory in memories]
         its_dtype = numpy_dtype(dtype)
         self.of = [
             torch.from_numpy(array[: n * dtype.itemsize].view(its_dtype))

@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -24,10 +24,21 @@ from hpcsync.system import gpu_selection, launcher
 
 LIMIT_S = 60.0
 BUSY_S = 0.5
+ERROR = re.compile(r"(Error|Exception)\b")  # in the last line of a traceback
 
 
 class ProbeError(Exception):
-    """A probe crashed, hung or found nothing; the message is its last error line."""
+    """A probe crashed, hung or found nothing; the message is its last error line.
+
+    Attributes
+    ----------
+    found : dict
+        What it had found until then.
+    """
+
+    def __init__(self, message: str, found: dict[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.found = found or {}
 
 
 # ---- the calling process ----
@@ -75,14 +86,12 @@ def probe(name: str, *arguments: str, ranks: int = 0) -> dict[str, Any]:
             lines = output.read().decode(errors="replace").strip().splitlines()
         if ended.signum is not None:
             signal.raise_signal(ended.signum)
+        found: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {}
         if ended.status == launcher.TIMED_OUT:
-            raise ProbeError(f"hangs: no end after {LIMIT_S:.0f} s")
-        if ended.status != 0 or not result.exists():
-            last = next(
-                (line for line in reversed(lines) if re.search(r"Error\b", line)), f"ended with status {ended.status}"
-            )
-            raise ProbeError(last)
-        found: dict[str, Any] = json.loads(result.read_text())
+            raise ProbeError(f"hangs: no end after {LIMIT_S:.0f} s", found)
+        if ended.status != 0 or not found:
+            last = next(filter(ERROR.search, reversed(lines)), f"ended with status {ended.status}")
+            raise ProbeError(last, found)
         return found
 
 
@@ -165,8 +174,8 @@ def takes_device_pointers() -> bool | None:
         return None
 
 
-def windows(*kinds: str) -> dict[str, Any]:
-    """Run a round trip through each of these kinds of windows, on GPUs if any can be used."""
+def windows(*kinds: str) -> Iterator[dict[str, Any]]:
+    """Run a round trip through each of these kinds of windows, on GPUs if any can be used; yield after every one."""
     device = gpu_selection.claim(gpu_selection.choose("auto", "auto", gpu_selection.found()))
     from mpi4py import MPI
 
@@ -180,10 +189,10 @@ def windows(*kinds: str) -> dict[str, Any]:
         else:
             made = attempt(MPI.COMM_WORLD, Transport(kind, device))
         found.append((kind, *made))
-    return {"windows": found}
+        yield {"windows": found}
 
 
-PROBES: dict[str, Callable[..., dict[str, Any]]] = {
+PROBES: dict[str, Callable[..., dict[str, Any] | Iterator[dict[str, Any]]]] = {
     "packages": packages,
     "library": library,
     "world": world,
@@ -194,11 +203,12 @@ PROBES: dict[str, Callable[..., dict[str, Any]]] = {
 
 
 def main(name: str, path: str, *arguments: str) -> None:
-    """Run a probe and write its result, on rank 0 only."""
+    """Run a probe and write its result, and every earlier one that it yields, on rank 0 only."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core dumps of trials that crash
-    result = PROBES[name](*arguments)
-    if "mpi4py" not in sys.modules or sys.modules["mpi4py"].MPI.COMM_WORLD.rank == 0:
-        Path(path).write_text(json.dumps(result))
+    results = PROBES[name](*arguments)
+    for result in [results] if isinstance(results, dict) else results:
+        if "mpi4py" not in sys.modules or sys.modules["mpi4py"].MPI.COMM_WORLD.rank == 0:
+            Path(path).write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

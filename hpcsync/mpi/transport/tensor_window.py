@@ -19,6 +19,7 @@ import threading
 from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from mpi4py import MPI
 
@@ -225,9 +226,12 @@ class StagedMpiWindow(TensorWindow):
 
     def __init__(self, comm: MPI.Intracomm, local: torch.Tensor) -> None:
         self.local = local
-        self._window = Window(comm, len(local), numpy_dtype(local.dtype))
-        self._image = torch.from_numpy(self._window.local)
-        self._page_lock = cuda.PageLock([self._window.local]) if local.is_cuda else None
+        self._window = Window(comm, cuda.paged(local.nbytes) // local.itemsize, numpy_dtype(local.dtype))
+        memory = self._window.local.view(np.uint8)
+        pages = cuda.whole_pages(memory)
+        self._begins = comm.allgather((pages.ctypes.data - memory.ctypes.data) // local.itemsize)
+        self._image = torch.from_numpy(pages.view(numpy_dtype(local.dtype)))
+        self._page_lock = cuda.PageLock([pages]) if local.is_cuda else None
         self.note = self._page_lock.failure if self._page_lock else ""
         self._begun: dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor | None]]] = {}
 
@@ -235,13 +239,13 @@ class StagedMpiWindow(TensorWindow):
         """Copy `source` to a buffer, then begin an MPI put."""
         buffer = self._staging_buffer(source)
         cuda.copy(buffer, source)
-        self._window.put(buffer.numpy(), rank, offset)
+        self._window.put(buffer.numpy(), rank, self._begins[rank] + offset)
         self._mine(rank).append((buffer, None))
 
     def get(self, into: torch.Tensor, rank: int, offset: int) -> None:
         """Begin an MPI get into a buffer."""
         buffer = self._staging_buffer(into)
-        self._window.get(buffer.numpy(), rank, offset)
+        self._window.get(buffer.numpy(), rank, self._begins[rank] + offset)
         self._mine(rank).append((buffer, into))
 
     def flush(self, rank: int) -> None:

@@ -24,7 +24,7 @@ class WindowTrial(NamedTuple):
     kind : str
         Kind of window.
     took_s : float or None
-        Duration of a 4 MB round trip, in seconds; infinite if it was not tried, None if it failed.
+        Duration of a 16 MB round trip, in seconds; infinite if it was not tried, None if it failed.
     failure : str
         Reason of the failure, "" without one.
     note : str
@@ -38,7 +38,7 @@ class WindowTrial(NamedTuple):
 
 
 def rehearse(kinds: Sequence[str] = ON_A_NODE) -> list[WindowTrial]:
-    """Try the kinds together in one child job; if that fails, each in a job of its own.
+    """Try the kinds in one child job; if one fails there, those after it in another job.
 
     If no child job can be started, only the first kind is returned, untried: the run itself will show if it works.
     """
@@ -65,11 +65,16 @@ def reason(found: Sequence[WindowTrial], kind: str | None = None) -> str:
 
 def _try_kinds(kinds: Sequence[str]) -> list[WindowTrial]:
     try:
-        return [WindowTrial(*one) for one in subprocess_probe.probe("windows", *kinds, ranks=2)["windows"]]
-    except (subprocess_probe.ProbeError, launcher.LaunchError) as error:
-        if len(kinds) == 1:
-            return [WindowTrial(kinds[0], failure=str(error))]
-        return [one for kind in kinds for one in _try_kinds([kind])]
+        found, failure = subprocess_probe.probe("windows", *kinds, ranks=2), ""
+    except subprocess_probe.ProbeError as error:
+        found, failure = error.found, str(error)
+    except launcher.LaunchError as error:
+        return [WindowTrial(kind, failure=str(error)) for kind in kinds]
+    trials = [WindowTrial(*one) for one in found.get("windows", ())]
+    if len(trials) == len(kinds):
+        return trials
+    failed, *rest = kinds[len(trials) :]
+    return [*trials, WindowTrial(failed, failure=failure), *(_try_kinds(rest) if rest else ())]
 
 
 def _child_jobs_run() -> bool:
@@ -84,4 +89,4 @@ def _describe(one: WindowTrial) -> str:
         return f"{one.kind}: {one.failure}"
     if one.took_s == math.inf:
         return f"{one.kind}: not compared with others, no child job could be started"
-    return f"{one.kind}: 4 MB there and back in {1e3 * one.took_s:.2f} ms" + f" ({one.note})" * bool(one.note)
+    return f"{one.kind}: 16 MB there and back in {1e3 * one.took_s:.2f} ms" + f" ({one.note})" * bool(one.note)

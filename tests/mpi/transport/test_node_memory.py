@@ -10,19 +10,22 @@ from hpcsync.mpi.transport.node_memory import DeviceMemory, HostMemory, MemoryUn
 
 
 def test_memory_that_cannot_be_locked_works_with_a_note(comm, monkeypatch):
-    """Each rank locks its own pages, so locking may fail on one rank or on all."""
+    """Each rank locks the pages itself, so locking may fail on one rank or on all. It locks no page with other data."""
     locks = []
 
     class Lock:
         def __init__(self, arrays):
             self.failure = "pages not locked: no" if comm.rank == comm.size - 1 else ""
-            locks.extend(array.nbytes for array in arrays)
+            locks.extend((array.ctypes.data, array.nbytes) for array in arrays)
 
         free = staticmethod(locks.clear)
 
     monkeypatch.setattr(cuda, "PageLock", Lock)
     memory = HostMemory(comm, 1000, torch.float32, page_lock=True)
-    assert len(locks) == comm.size and min(locks) >= 4000
+    assert len(locks) == comm.size
+    assert all(begin % cuda.PAGE_BYTES == n_bytes % cuda.PAGE_BYTES == 0 for begin, n_bytes in locks)
+    for tensor, (begin, n_bytes) in zip(memory.of, locks, strict=True):
+        assert begin == tensor.data_ptr() and n_bytes >= tensor.nbytes
     assert (memory.note != "") == (comm.rank == comm.size - 1)
     memory.free()
     memory.free()

@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from hpcsync import bench
-from hpcsync.bench import BenchError, Target
+from hpcsync.bench import BenchError, Target, compression
+from hpcsync.bench.figures import Figure
 from hpcsync.config.errors import JobError
 from hpcsync.mpi.transport.window_trials import WindowTrial
 from hpcsync.system.gpu_selection import Found
@@ -48,12 +49,12 @@ def test_an_allocation_of_several_nodes_is_measured_as_it_is(launched, monkeypat
     assert bench.main(["hosts"]) == 0
 
 
-def test_on_a_gpu_all_targets_are_those_that_move_tensors():
-    assert bench.parse([], "cuda") == ["transfers", "round-trip", "latency"]
+def test_on_a_gpu_all_targets_are_those_for_it():
+    assert bench.parse([], "cuda") == ["transfers", "round-trip", "latency", "training", "compression"]
 
 
-def test_a_target_that_moves_no_tensors_is_refused_on_a_gpu():
-    allowed = 'bench "tracing": must be one of transfers, round-trip, latency with --device cuda$'
+def test_a_target_of_the_cpu_is_refused_on_a_gpu():
+    allowed = 'bench "tracing": must be one of transfers, round-trip, latency, training, compression with --device cuda'
     with pytest.raises(JobError, match=allowed):
         bench.parse(["transfers", "tracing"], "cuda")
 
@@ -117,6 +118,7 @@ def launched(monkeypatch):
         return Ended(0)
 
     monkeypatch.setattr(bench.gpu_selection, "found", lambda: Found(1, ""))
+    monkeypatch.setattr(compression, "measure", lambda device: [Figure(f"codecs on {device}", "us", [1.0])])
     monkeypatch.setattr(bench, "machine", lambda device: f"a machine with {device}")
     monkeypatch.setattr(bench, "versions", lambda device: f"versions of {device}")
     monkeypatch.setattr(bench, "windows", lambda: (["staged", "ipc"], "staged: in 1 ms; ipc: in 2 ms; mpi: hangs"))
@@ -132,6 +134,7 @@ def test_each_kind_of_window_has_its_own_job_and_a_crash_stops_no_other(launched
         (2, "transfers", "cuda", "ipc"),
         (2, "round_trip", "cuda", "staged"),
         (4, "latency", "cuda", "staged"),
+        (3, "gpu_training", "cuda", "staged"),
     ]
     printed = capsys.readouterr().out
     assert "a machine with cuda" in printed and "mpi: hangs" in printed and "transfers, staged: status 139" in printed
@@ -140,7 +143,8 @@ def test_each_kind_of_window_has_its_own_job_and_a_crash_stops_no_other(launched
     assert "mpi: hangs" in measured["windows"]
     assert measured["targets"]["transfers"]["failed"] == {"staged": "status 139\n"}
     whats = [figure["what"] for target in measured["targets"].values() for figure in target["figures"]]
-    assert whats == ["ipc: transfers", "staged: round_trip", "staged: latency"]
+    moved = ["ipc: transfers", "staged: round_trip", "staged: latency", "staged: gpu_training"]
+    assert whats == [*moved, "codecs on cuda"]
 
 
 def test_on_the_cpu_tensors_move_in_host_windows_and_nothing_is_tried(launched, monkeypatch):
@@ -161,7 +165,7 @@ def test_windows_are_ordered_by_speed_and_failed_ones_left_out(monkeypatch):
     monkeypatch.setattr(bench, "rehearse", lambda: trials)
     kinds, why = bench.windows()
     assert kinds == ["ipc", "staged"]
-    assert why.startswith("ipc: 4 MB") and "mpi: crashes" in why
+    assert why.startswith("ipc: 16 MB") and "mpi: crashes" in why
     monkeypatch.setattr(bench, "rehearse", lambda: trials[2:])
     with pytest.raises(JobError, match="--device cuda: no kind of window works: mpi: crashes"):
         bench.windows()

@@ -43,7 +43,7 @@ def test_norms_are_measured_where_gradients_are_computed(paradigm, workload, kno
     rule = of_job(make_job(workload=workload, paradigm=paradigm), OptimizerSpec("sgd", 0.1))
     rule.bind(torch.nn.Parameter(torch.ones(3)))
     gradients = torch.tensor([[2.0, 3.0, 6.0], [0.0, math.nan, 1.0]])
-    norms = [rule.update([gradient], 0.1, [1.0], 1.0) for gradient in gradients]
+    norms = [float(rule.update([gradient], 0.1, [1.0], 1.0)) for gradient in gradients]
     assert np.array_equal(norms, [49.0, math.inf] if known else [math.nan, math.nan], equal_nan=True)
 
 

@@ -1,4 +1,4 @@
-"""CUDA primitives without a GPU: pages, and calls that leave tensors in host memory unchanged."""
+"""CUDA primitives without a GPU: whole pages, and calls that leave tensors in host memory unchanged."""
 
 from __future__ import annotations
 
@@ -15,21 +15,14 @@ from hpcsync.mpi.transport import cuda
 PAGE = cuda.PAGE_BYTES
 
 
-@pytest.mark.parametrize(
-    ("spans", "expected"),
-    [
-        ([], []),
-        ([(PAGE, 0)], []),
-        ([(PAGE, 1)], [(PAGE, PAGE)]),
-        ([(PAGE + 5, PAGE)], [(PAGE, 2 * PAGE)]),
-        ([(9 * PAGE, PAGE), (PAGE, PAGE)], [(PAGE, PAGE), (9 * PAGE, PAGE)]),
-        ([(PAGE, 10), (PAGE + 64, 10)], [(PAGE, PAGE)]),
-        ([(PAGE, 2 * PAGE), (3 * PAGE, 8)], [(PAGE, 3 * PAGE)]),
-        ([(PAGE, 9 * PAGE), (2 * PAGE, 8)], [(PAGE, 9 * PAGE)]),
-    ],
-)
-def test_no_page_is_locked_twice(spans, expected):
-    assert cuda.pages(spans) == expected
+@pytest.mark.parametrize("n_bytes", [0, 1, PAGE - 1, PAGE, PAGE + 1, 5 * PAGE])
+@pytest.mark.parametrize("offset", [0, 16, PAGE - 16])
+def test_whole_pages_hold_the_bytes_wherever_memory_begins(n_bytes, offset):
+    memory = np.zeros(cuda.paged(n_bytes) + 2 * PAGE, np.uint8)
+    begin = -memory.ctypes.data % PAGE + offset
+    pages = cuda.whole_pages(memory[begin : begin + cuda.paged(n_bytes)])
+    assert pages.ctypes.data % PAGE == len(pages) % PAGE == 0 and len(pages) >= n_bytes
+    assert 0 <= pages.ctypes.data - memory[begin:].ctypes.data < PAGE
 
 
 class Runtime:
@@ -59,13 +52,13 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Callable[[Runtime], Runtime]:
 
 
 def test_pages_are_locked_until_they_are_unlocked(runtime):
-    found, arrays = runtime(Runtime()), [np.zeros(3 * PAGE, np.uint8), np.zeros(50 * PAGE, np.uint8)]
+    found, arrays = (
+        runtime(Runtime()),
+        [np.zeros(3 * PAGE, np.uint8), np.zeros(50 * PAGE, np.uint8), np.zeros(0, np.uint8)],
+    )
     lock = cuda.PageLock(arrays)
     assert lock.failure == ""
-    for array in arrays:
-        assert any(
-            begin <= array.ctypes.data and array.ctypes.data + array.nbytes <= begin + n for begin, n in found.locked
-        )
+    assert found.locked == [(array.ctypes.data, array.nbytes) for array in arrays if array.nbytes]
     lock.free()
     lock.free()
     assert found.locked == []
