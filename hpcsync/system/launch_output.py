@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import re
 import stat
@@ -20,7 +21,8 @@ from typing import IO, NamedTuple
 
 LONGEST = 20  # lines of a notice, at most
 SHOW_CURSOR = b"\x1b[?25h"
-DRAIN_S = 2.0  # time to read the rest of the pipes when all processes have ended
+DRAIN_S = 2.0  # time to wait for the rest of the pipes when all processes have ended
+POLL_S = 0.1
 SAME_ERROR_S = 3.0  # time in which rank 0 reports an error that all ranks have in common
 READ_S = 1.0  # time that a rank gives the launcher to read what it has printed, before it aborts
 
@@ -216,17 +218,20 @@ class Output:
     def __init__(self, write: Callable[[int, bytes], None] = write) -> None:
         self._write = write
         self._filters = [NoticeFilter(), NoticeFilter()]
-        self._threads: list[threading.Thread] = []
+        self._threads: dict[int, threading.Thread] = {}
+        self._reads_since_s = {1: math.inf, 2: math.inf}  # infinite while a thread writes, to a reader that may be slow
 
     def forward(self, out: IO[bytes], err: IO[bytes]) -> None:
         """Start to copy these pipes to the standard output and the standard error of this process."""
         for pipe, target, notices in zip((out, err), (1, 2), self._filters, strict=True):
             thread = threading.Thread(target=self._forward, args=(pipe, target, notices), daemon=True)
             thread.start()
-            self._threads.append(thread)
+            self._threads[target] = thread
 
-    def end(self, stopped: bool, on_terminal: bool) -> None:
+    def end(self, stopped: bool, on_terminal: bool, interrupted: Callable[[], bool] = lambda: False) -> None:
         """Write the rest of the streams and the notices that are not redundant.
+
+        A reader such as a pager may take any time, unless the ranks were ended.
 
         Parameters
         ----------
@@ -234,9 +239,17 @@ class Output:
             True if hpcsync has ended the ranks.
         on_terminal : bool
             True if the standard output is a user's terminal, on which ranks may have shown a progress bar.
+        interrupted : callable
+            Returns True once a slow reader is not to be waited for.
         """
-        for thread in self._threads:
-            thread.join(DRAIN_S)
+        begin_s = time.monotonic()
+        for target, thread in self._threads.items():
+            while thread.is_alive():
+                waits = not (stopped or interrupted())
+                idle_s = max(begin_s, self._reads_since_s[target]) if waits else begin_s
+                if time.monotonic() >= idle_s + DRAIN_S:
+                    break
+                thread.join(POLL_S)
         if stopped and on_terminal and self._filters[0].in_line:
             self._write(1, b"\n")  # below a bar that was not closed
         explained = stopped or any(found.explained for found in self._filters)
@@ -248,7 +261,13 @@ class Output:
 
     def _forward(self, pipe: IO[bytes], target: int, notices: NoticeFilter) -> None:
         with pipe:
-            while data := os.read(pipe.fileno(), 1 << 16):
+            while data := self._read(pipe.fileno(), target):
                 # Open MPI's launcher writes a zero byte after its notice of an abort.
                 self._write(target, notices.feed(data.replace(b"\0", b"") if target == 2 else data))
         self._write(target, notices.end())
+
+    def _read(self, pipe: int, target: int) -> bytes:
+        self._reads_since_s[target] = time.monotonic()
+        data = os.read(pipe, 1 << 16)
+        self._reads_since_s[target] = math.inf
+        return data

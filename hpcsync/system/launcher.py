@@ -71,6 +71,9 @@ SEVERAL_NODES = {
 # it is posted may never complete (5.0.2: on four hosts with two busy cores, 11 of 22 starts hung; over OFI none of 22).
 # And UCX gives Slurm's PMI2 long addresses, some of which are lost: ranks do not start or do not find others.
 OVER_OFI = {"MPIR_CVAR_CH4_NETMOD": "ofi"}
+# In a shell that srun has started: the steps in which launchers start their daemons share its CPUs. Else they would
+# wait for them until the shell ends.
+IN_STEP = {"SLURM_OVERLAP": "1"}
 
 # Open MPI's mpirun: ranks continue when others die. Deaths are reported by its daemons, not by the ranks' own detector,
 # which takes a rank that computes for a second for dead.
@@ -201,12 +204,19 @@ def _refuse_intolerant(start: Sequence[str]) -> None:
 def environment(given: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the environment of a launch: the given variables, and hpcsync's settings for those that are not set.
 
-    By default the variables are those of this process; on a rank, without those of its launcher.
+    By default the variables are those of this process: on a rank, without those of its launcher; in a shell that srun
+    has started with --mpi=pmi2, without those that would make the shell's rank of all.
     """
     if given is None:
-        given = outside(os.environ) if under_launcher() else os.environ
+        given = outside(os.environ) if under_launcher() else _without_pmi2_of_slurm(os.environ)
     settings = {**SETTINGS, **(ONE_NODE if on_one_node(given) else _between_nodes(given))}
-    return {**settings, **given}
+    return {**settings, **(IN_STEP if _in_step(given) else {}), **given}
+
+
+def _without_pmi2_of_slurm(environ: Mapping[str, str]) -> Mapping[str, str]:
+    if not under_pmi2_of_slurm(environ):
+        return environ
+    return {name: value for name, value in environ.items() if not name.startswith("PMI_")}
 
 
 def settings_of_rank(environ: Mapping[str, str]) -> dict[str, str]:
@@ -391,7 +401,8 @@ def launch(
             process_cleanup.remove_segments(since_ns)
             process_cleanup.remove_sessions(since_ns)
             process_cleanup.remove_topologies(since_ns)
-        written.end(stopped, os.isatty(1) and not under_launcher())  # Open MPI gives each rank a terminal
+        n_heard, on_terminal = len(signums), os.isatty(1) and not under_launcher()  # Open MPI gives ranks a terminal
+        written.end(stopped, on_terminal, lambda: len(signums) > n_heard)
         runs = tuple(dict.fromkeys(listener.folder for listener in listeners(listening)))
     if timed_out:
         return Ended(TIMED_OUT, None, True, runs)
@@ -540,13 +551,14 @@ def _end_with_parent() -> Callable[[], None] | None:
 
 @contextlib.contextmanager
 def _noted_signals() -> Iterator[list[int]]:
-    """Collect the signals that would end this process in a list."""
+    """Collect the signals of `NOTED` in a list, except a SIGHUP that is ignored."""
     signums: list[int] = []
 
     def note(signum: int, frame: FrameType | None) -> None:
         signums.append(signum)
 
-    before = {signum: signal.signal(signum, note) for signum in NOTED}
+    ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()  # by nohup
+    before = {signum: signal.signal(signum, note) for signum in NOTED if signum not in ignored}
     try:
         yield signums
     finally:
@@ -563,10 +575,15 @@ def expected_size(environ: Mapping[str, str] | None = None) -> int | None:
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         if name in environ:
             return int(environ[name])
-    # A Slurm batch script and an interactive shell are steps too, with the largest 32-bit numbers.
-    if int(environ.get("SLURM_STEP_ID", 2**32 - 1)) < 2**32 - 16:
-        return int(environ.get("SLURM_STEP_NUM_TASKS", "1"))
-    return None
+    return int(environ.get("SLURM_STEP_NUM_TASKS", "1")) if _in_step(environ) else None
+
+
+def _in_step(environ: Mapping[str, str]) -> bool:
+    """Return True if srun has started this process, or the shell above it.
+
+    A batch script and the interactive shell of salloc are steps too, with the largest 32-bit numbers.
+    """
+    return int(environ.get("SLURM_STEP_ID", 2**32 - 1)) < 2**32 - 16
 
 
 def expected_rank(environ: Mapping[str, str] | None = None) -> int:
@@ -601,12 +618,14 @@ def under_launcher(environ: Mapping[str, str] | None = None) -> bool:
     size = expected_size(environ)
     if size is None:
         return "PMIX_RANK" in environ
-    return size > 1 or "OMPI_COMM_WORLD_SIZE" in environ or "PMI_SIZE" in environ
+    return size > 1 or "OMPI_COMM_WORLD_SIZE" in environ or ("PMI_SIZE" in environ and not under_pmi2_of_slurm(environ))
 
 
 def under_pmi2_of_slurm(environ: Mapping[str, str] | None = None) -> bool:
-    """Return True if srun --mpi=pmi2 has started this process."""
+    """Return True if srun --mpi=pmi2 has started this process, and no launcher of MPICH that srun has started."""
     environ = os.environ if environ is None else environ
+    if "MPI_LOCALRANKID" in environ:
+        return False
     return environ.get("PMI_JOBID") == f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"
 
 

@@ -83,6 +83,38 @@ def test_redundant_notices_are_dropped(
     assert os.fsencode(capfd.readouterr().err) == expected
 
 
+@pytest.mark.parametrize(("stopped", "interrupted"), [(False, False), (True, False), (False, True)])
+def test_a_slow_reader_gets_all_unless_the_launch_was_ended(
+    stopped: bool, interrupted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hpcsync.system.launch_output.DRAIN_S", 0.2)
+    written: list[bytes] = []
+
+    def write(target: int, data: bytes) -> None:
+        time.sleep(0.5)
+        written.append(data)
+
+    process = subprocess.Popen(["printf", "page\nof a pager"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None
+    output = Output(write)
+    output.forward(process.stdout, process.stderr)
+    process.wait(20)
+    output.end(stopped, False, lambda: interrupted)
+    assert (b"".join(written) == b"page\nof a pager") == (not stopped and not interrupted)
+
+
+def test_a_pipe_that_a_leftover_process_holds_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hpcsync.system.launch_output.DRAIN_S", 0.2)
+    process = subprocess.Popen(["sleep", "20"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None
+    output, begin_s = Output(lambda target, data: None), time.monotonic()
+    output.forward(process.stdout, process.stderr)
+    output.end(False, False)
+    assert time.monotonic() - begin_s < 5
+    process.kill()
+    process.wait()
+
+
 def test_a_rank_waits_until_what_it_has_printed_is_read() -> None:
     reader, writer = os.pipe()
     os.write(writer, TOLD)

@@ -163,6 +163,20 @@ def test_mpich_with_both_netmods_uses_ofi(
         assert launcher.environment(chosen)["MPIR_CVAR_CH4_NETMOD"] == "ucx", "the user's"
 
 
+def test_a_shell_of_srun_shares_its_cpus_and_not_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    for shell in (SHELL, PMI2_SHELL):
+        assert launcher.environment(shell)["SLURM_OVERLAP"] == "1"
+    for outside in ({}, BATCH, INTERACTIVE, SCRIPT):
+        assert "SLURM_OVERLAP" not in launcher.environment(outside)
+    for name, value in PMI2_SHELL.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PMI_DEBUG", "1")
+    assert not [name for name in launcher.environment() if name.startswith("PMI_")]
+    monkeypatch.setenv("PMI_JOBID", "8.0")  # the control: not of this step
+    monkeypatch.delenv("PMI_SIZE")
+    assert "PMI_DEBUG" in launcher.environment()
+
+
 def test_one_node_may_be_another_node() -> None:
     """A shell on a login node may hold an allocation of one other node."""
     allocation = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1"}
@@ -328,6 +342,22 @@ def test_signal_handlers_are_restored(mpiexec: Path) -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.mark.parametrize("ignored", [True, False])
+def test_a_launch_under_nohup_outlives_its_terminal(mpiexec: Path, ignored: bool) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        front = start(1, "sleep", "4330")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    await_sleepers("4330", 1)
+    front.send_signal(signal.SIGHUP)
+    time.sleep(1.0)
+    n_left = len(sleepers("4330"))
+    front.terminate()
+    front.wait(10)
+    assert n_left == (1 if ignored else 0)
+
+
 def start(n: int, *argv: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-m", "hpcsync", "launch", "-n", str(n), "--", *argv])
 
@@ -370,6 +400,7 @@ MPICH = {"PMI_SIZE": "3", "PMI_RANK": "1"}
 BATCH = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "3", "SLURM_PROCID": "0"}
 STEP = {**BATCH, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "1"}
 SHELL = {**STEP, "SLURM_STEP_NUM_TASKS": "1", "PMIX_RANK": "0"}
+PMI2_SHELL = {**STEP, "SLURM_STEP_NUM_TASKS": "1", "PMI_SIZE": "1", "PMI_RANK": "0", "PMI_JOBID": "7.0"}
 INTERACTIVE = {**STEP, "SLURM_STEP_ID": "4294967290"}
 SCRIPT = {**STEP, "SLURM_STEP_ID": "4294967291"}
 
@@ -384,6 +415,8 @@ SCRIPT = {**STEP, "SLURM_STEP_ID": "4294967291"}
         (BATCH, None, False),
         (STEP, 3, True),
         (SHELL, 1, False),
+        (PMI2_SHELL, 1, False),
+        ({**PMI2_SHELL, "PMI_SIZE": "3", "SLURM_STEP_NUM_TASKS": "3", "PMI_RANK": "1"}, 3, True),
         (INTERACTIVE, None, False),
         (SCRIPT, None, False),
         ({**STEP, **OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "5"}, 5, True),
@@ -507,7 +540,9 @@ def test_nodes_of_several_kinds_are_several_nodes() -> None:
 
 def test_pmi2_of_srun_is_recognised() -> None:
     assert launcher.under_pmi2_of_slurm({**STEP, "SLURM_STEP_ID": "0", "PMI_JOBID": "7.0"})
-    for environ in (STEP, OPEN_MPI, MPICH, {**MPICH, **STEP}, {}):
+    hydra = {**PMI2_SHELL, "MPI_LOCALRANKID": "0"}
+    assert launcher.under_launcher(hydra)
+    for environ in (STEP, OPEN_MPI, MPICH, {**MPICH, **STEP}, {}, hydra):
         assert not launcher.under_pmi2_of_slurm(environ)
 
 
