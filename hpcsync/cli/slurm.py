@@ -9,7 +9,8 @@ The script requests resources, and starts all ranks with one srun. Reasons for i
   status 75, and the script, which receives no signal, requeues the job: Slurm itself requeues only a job that is still
   running when its time is over. If a rank was killed, such as for want of memory, the status is none of hpcsync's own,
   0 to 2; what killed it may kill it again, so the script requeues the job only if it has been queued fewer times
-  than a limit.
+  than a limit. Of an array it names its own task: the job id of the last task is also that of the array, all of
+  whose tasks Slurm would end and queue again.
 - With on_death = "restart" the script starts one `hpcsync run`, which starts the ranks with srun, again when one has
   died. With --no-kill the job goes on when a node fails.
 - The ranks of a heterogeneous job are one world if one srun starts them; each kind of node has its own number of
@@ -212,5 +213,6 @@ def _program(
     if asked.preemptible:
         killed = f'[ $status -gt 2 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {MOST_RESTARTS} ]'
         again = f"if [ $status -eq 75 ] || {{ {killed}; }}; then"
-        lines += ["status=$?", again, '    scontrol requeue "$SLURM_JOB_ID"', "fi", "exit $status"]
+        job = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if settings else "$SLURM_JOB_ID"
+        lines += ["status=$?", again, f'    scontrol requeue "{job}"', "fi", "exit $status"]
     return lines

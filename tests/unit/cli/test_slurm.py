@@ -134,6 +134,13 @@ def test_a_preemptible_job_is_requeued(job: Path, tmp_path: Path) -> None:
             assert ended == status
 
 
+def test_a_preemptible_array_requeues_the_task_alone(job: Path, tmp_path: Path) -> None:
+    """Of the last task SLURM_JOB_ID is the number of the array, which names all tasks."""
+    text = script(job, [], TWO_BY_TWO._replace(preemptible=True, array=["seed=[1, 2]"]), "")
+    task = {"SLURM_JOB_ID": "5", "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "1", "STATUS": "75"}
+    assert execute(text, tmp_path, **task)[1][1:] == [["scontrol", "3", "requeue", "5_1"]]
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
