@@ -99,7 +99,8 @@ def record(out: str | Path | None = None, *, name: str | None = None) -> "Record
     Raises
     ------
     JobError
-        If the folder holds a run, or the module has a communication hook already.
+        On entering the block, if the folder holds a run or the name is none of a run; in it, if the module has a
+        communication hook already.
 
     Examples
     --------
@@ -133,8 +134,12 @@ class Recorder:
         self._module: DistributedDataParallel | None = None
         self._handles: list[Any] = []
         self._optimizer = "unknown"
+        self._ended = False
 
     def __enter__(self) -> Self:
+        _job(self._name, self._optimizer, math.nan, 1)  # at the end an error would cost the trained model
+        if self._out is not None:
+            layout.refuse_taken(Path(self._out))
         self._handles.append(register_module_forward_pre_hook(self._find))
         self._handles.append(register_optimizer_step_pre_hook(self._note_rate))
         return self
@@ -144,6 +149,7 @@ class Recorder:
     ) -> None:
         for handle in self._handles:
             handle.remove()
+        self._ended = True
         if kind is not None:
             print("hpcsync: record: nothing is written, since the loop ended with an error", file=sys.stderr)
             return
@@ -195,7 +201,9 @@ class Recorder:
         self._handles.append(module.register_forward_hook(self._count, with_kwargs=True))  # also for this call
 
     def _count(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Add the samples of a call: the length of its first tensor."""
+        """Add the samples of a call for training: the length of its first tensor."""
+        if not torch.is_grad_enabled():
+            return
         tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.dim())
         self._samples += next((len(tensor) for tensor in tensors), 0)
 
@@ -206,8 +214,13 @@ class Recorder:
             self.steps[-1] = self.steps[-1]._replace(lr=float(optimizer.param_groups[0]["lr"]))
 
     def _reduce(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Sum a bucket as DDP does; after the last one the step has ended."""
+        """Sum a bucket as DDP does; after the last one the step has ended.
+
+        The module keeps the hook, which measures nothing any more once the block has ended.
+        """
         assert self._module is not None
+        if self._ended:
+            return allreduce_hook(self._module.process_group, bucket)
         gradient = bucket.buffer()
         self._n_bytes += gradient.numel() * gradient.element_size()
         ready_s = _now(gradient) if bucket.is_last() else 0.0

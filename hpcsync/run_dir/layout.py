@@ -57,12 +57,20 @@ def choose(job: Job, out: str | Path | None, before: Resumed | None = None) -> P
         folder.mkdir(parents=True, exist_ok=True)
         lock.hold(folder)
         if before is None:
-            for name in (TRACE, JOB, WEIGHTS, SUMMARY, checkpoint.FOLDER):
-                if (folder / name).exists():
-                    lock.release(folder)
-                    raise _taken(folder, name)
+            try:
+                refuse_taken(folder)
+            except JobError:
+                lock.release(folder)
+                raise
         with tempfile.TemporaryFile(dir=folder):
             return folder
+
+
+def refuse_taken(folder: Path) -> None:
+    """Raise JobError if the folder holds files of a run."""
+    for name in (TRACE, JOB, WEIGHTS, SUMMARY, checkpoint.FOLDER):
+        if (folder / name).exists():
+            raise _taken(folder, name)
 
 
 def missing_above(out: str | Path | None) -> list[Path]:

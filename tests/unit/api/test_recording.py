@@ -4,8 +4,11 @@ import math
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
-from hpcsync.api.recording import Measured, Recorder, Step, _job, write
+from hpcsync.api.recording import Measured, Recorder, Step, _job, record, write
 from hpcsync.audit.trace_audit import audit
 from hpcsync.config.errors import JobError
 from hpcsync.report.waiting import waits
@@ -192,3 +195,45 @@ def test_a_loop_without_the_module_is_said(tmp_path, capsys):
         assert list(recorder.loading([1, 2])) == [1, 2]
     assert "no DistributedDataParallel module was called" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+# ---- a loop ----
+
+
+@pytest.fixture
+def module():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield DistributedDataParallel(torch.nn.Linear(4, 1))
+    dist.destroy_process_group()
+
+
+def train(module, n_steps):
+    for _ in range(n_steps):
+        module(torch.ones(8, 4)).sum().backward()
+
+
+@pytest.mark.parametrize(("validates", "samples"), [(torch.no_grad, 8), (torch.enable_grad, 1008)])
+def test_samples_of_a_validation_are_not_trained_on(validates, samples, module, tmp_path):
+    """The control, with gradients enabled, counts them: a call for training looks the same."""
+    with record(tmp_path / "run") as recorder:
+        train(module, 2)
+        with validates():
+            module(torch.ones(1000, 4))
+        train(module, 2)
+    assert [step.samples for step in recorder.steps] == [8, 8, samples, 8]
+
+
+def test_nothing_is_measured_after_the_block(module, tmp_path):
+    with record(tmp_path / "run") as recorder:
+        train(module, 2)
+    gradient = module.module.weight.grad.clone()
+    train(module, 3)
+    assert len(recorder.steps) == 2
+    assert torch.equal(module.module.weight.grad, gradient * 2.5)  # the module still sums gradients
+
+
+def test_a_folder_with_a_run_and_a_wrong_name_are_refused_before_the_loop(tmp_path):
+    written(tmp_path, FAST, SLOW)
+    for recorder, message in ((record(tmp_path / "run"), "must not hold"), (record(name="my run"), "name = ")):
+        with pytest.raises(JobError, match=message), recorder:
+            raise AssertionError("the loop has begun")
