@@ -134,19 +134,24 @@ def _imported(name: str, module: str) -> ModuleType:
         raise raised(name, error) from None
 
 
-def evaluated(evaluate: Evaluate, model: nn.Module) -> tuple[float, float]:
+def evaluated(evaluate: Evaluate, model: nn.Module, target_accuracy: float | None = None) -> tuple[float, float]:
     """Return loss and accuracy of a model.
 
     Raises
     ------
     JobError
-        If the user's function returns anything else.
+        If the user's function returns anything else, or has no accuracy that could reach the target.
     """
     result: Any = evaluate(model)
     try:
         loss, accuracy = map(float, result)
     except (TypeError, ValueError):
         raise JobError(f"evaluate must return (loss, accuracy), it returned {reprlib.repr(result)}") from None
+    if target_accuracy is not None and math.isnan(accuracy) and math.isfinite(loss):
+        raise JobError(
+            f"stop.target_accuracy = {target_accuracy}: must be omitted: evaluate returns no accuracy (NaN); "
+            "stop.target_loss is a target for its loss"
+        )
     return loss, accuracy
 
 

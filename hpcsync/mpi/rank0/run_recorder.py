@@ -90,6 +90,7 @@ class RunRecorder(Generic[C]):
                 job.evaluation.every_samples,
                 job.evaluation.buffers,
                 given.calibrate,
+                job.stop.target_accuracy,
             )
             if given.evaluate is not None and (job.evaluation.every_samples or job.paradigm.requests_evaluations)
             else None

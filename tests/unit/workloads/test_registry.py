@@ -178,3 +178,11 @@ def test_an_evaluation_must_return_loss_and_accuracy(wrong):
     assert len(str(caught.value)) < 120
     right = evaluated(lambda model: (torch.tensor(0.5), np.float32(0.25)), torch.nn.Linear(1, 1))
     assert right == (0.5, 0.25)
+
+
+def test_a_target_without_an_accuracy_is_refused_at_the_first_evaluation():
+    """Such a run would not end. The control: no target, and a run that diverges."""
+    for accuracy, loss, target in ((math.nan, 0.5, None), (math.nan, math.nan, 0.9), (0.1, 0.5, 0.9)):
+        evaluated(lambda model, result=(loss, accuracy): result, torch.nn.Linear(1, 1), target)
+    with pytest.raises(JobError, match=r"^stop.target_accuracy = 0.9: must be omitted: evaluate returns no accuracy"):
+        evaluated(lambda model: (0.5, math.nan), torch.nn.Linear(1, 1), 0.9)
