@@ -283,6 +283,11 @@ def connect(
             f'compression.name = "{job.compression.name}": must be left out with several optimizers: '
             "a step changes the parameters of one, and what was kept back of the others would be lost"
         )
+    if len(optimizers) > 1 and job.batches.policy != "equal":
+        raise JobError(
+            f'batches.policy = "{job.batches.policy}": must be "equal" with several optimizers: '
+            "each step is allocated samples of its own, and those of a batch's further steps would not be trained on"
+        )
     if len(optimizers) > 1 and job.paradigm.mixes_pushes:
         raise JobError(
             f'paradigm.name = "{job.paradigm.name}": must be another with several optimizers: '

@@ -45,7 +45,7 @@ class LocalSession(Session):
         self._updates = 0
         total = None if job.batches.policy == "equal" else job.batch_total
         allocated = None if total is None else lambda: (self._samples, total)
-        self._iterations = Iterations(job, 0, self._now, allocated=allocated)
+        self._iterations = Iterations(job, 0, self._now, allocated=allocated, unused=lambda: not self._checks.computed)
         self._lr = learning_rate(job)
         self._model = model
         self._optimizers = optimizers
@@ -127,12 +127,12 @@ class LocalSession(Session):
     def _judge(self, evaluate: Evaluate) -> tuple[float, float]:
         begin_s, modes = self._now(), {module: module.training for module in self._model.modules()}
         if self._calibrate is None:
-            judged = evaluated(evaluate, self._model)
+            judged = evaluated(evaluate, self._model, self._stop.target_accuracy)
         else:
             buffers = Buffers(self._model)
             own = buffers.packed()
             self._calibrate(self._model)
-            judged = evaluated(evaluate, self._model)
+            judged = evaluated(evaluate, self._model, self._stop.target_accuracy)
             buffers.adopt([own])
         for module, was_training in modes.items():  # some layers may be frozen
             module.training = was_training

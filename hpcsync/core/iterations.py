@@ -46,6 +46,8 @@ class Iterations(Stateful):
     allocated
         Returns (first, n_samples) of the worker's next iteration in the run's sequence of samples, if batches are
         allocated; None if all batches have the same size.
+    unused
+        Returns True if no gradient has been computed since the last step.
 
     Attributes
     ----------
@@ -65,6 +67,7 @@ class Iterations(Stateful):
         leave: Callable[[float], bool] = lambda joins_s: False,
         while_padding: Callable[[], None] | None = None,
         allocated: Callable[[], tuple[int, int]] | None = None,
+        unused: Callable[[], bool] = lambda: False,
     ) -> None:
         self.batch_size = 0
         self.in_loop = False  # whether the script has a batch
@@ -75,6 +78,7 @@ class Iterations(Stateful):
         self._leave = leave
         self._while_padding = while_padding
         self._allocated = allocated
+        self._unused = unused
         self._training_epochs = 0
         self._drawn = 0  # batches of the iteration under way
         self._used = 0  # batches of the iterations that have ended
@@ -122,6 +126,8 @@ class Iterations(Stateful):
         """
         if accumulate > 1 and self._allocated is not None:
             raise JobError(f"accumulate = {accumulate}: must be 1 where batches are allocated: a step has one")
+        if self.under_way and not self.in_loop and self._unused():  # the loop before was left with its last batch
+            self._discard()
         batches = self.source(data, batch_size, sharded)
         first = self._training_epochs
         self._training_epochs += epochs or 0
@@ -130,7 +136,8 @@ class Iterations(Stateful):
             unit = batch_size or 0
             own = self._empty_batches(unit)
         else:
-            unit = batches.batch_size
+            # Items of a data set that are whole batches are drawn one by one, but are not one sample each.
+            unit = 0 if isinstance(data, DataLoader) and data.batch_sampler is None else batches.batch_size
             own = (self._batches_in_step if self._in_step else self._batches)(data, batches, epoch_range)
         while not stopped():
             begin_s = self._now()
@@ -165,6 +172,12 @@ class Iterations(Stateful):
     def _begin(self, begin_s: float) -> None:
         self._begin_s = begin_s
         self._in_parts, self.computed_s, self.load_s, self._device_s = False, 0.0, 0.0, 0.0
+
+    def _discard(self) -> None:
+        """Leave out the batches of the iteration under way."""
+        self._begin_s = None
+        self._used += self._drawn
+        self._drawn = 0
 
     def skip(self, n_batches: int) -> None:
         """Start after so many batches, of which nothing else is known."""

@@ -59,6 +59,11 @@ class StepChecks:
     def _on_gradient(self, gradient: torch.Tensor) -> None:
         self._to_step.update(range(len(self._optimizers)))
 
+    @property
+    def computed(self) -> bool:
+        """True if a gradient has been computed with which an optimizer has not stepped."""
+        return bool(self._to_step)
+
     def problem(self, losses: Sequence[float], gradient: torch.Tensor, stepping: int = 0) -> Problem:
         """Return what is wrong with the step under way.
 

@@ -214,6 +214,10 @@ class RankSession(Session):
             script.stepping, script.skips = script.only, False
         return loss
 
+    def _is_unused(self) -> bool:
+        """Return True if a script has computed no gradient since its last step."""
+        return self._checks is not None and not self._checks.computed
+
     def _begin_again(self) -> None:
         """Begin an iteration with the samples of the one before, if a further optimizer of the script steps."""
         if not self._iterations.under_way and self._script is not None and len(self._script.optimizers) > 1:

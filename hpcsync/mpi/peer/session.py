@@ -98,7 +98,9 @@ class PeerSession(RankSession):
         self._hooks = [] if poll is None else self._hook(poll)
         self._clocks = self._link.start(0.0 if run is None else run["now_s"])
         allocated = None if self._division is None else partial(self._division.work, self.worker)
-        self._iterations = Iterations(job, self.worker, self._link.clock.now, self._leave, poll, allocated)
+        self._iterations = Iterations(
+            job, self.worker, self._link.clock.now, self._leave, poll, allocated, self._is_unused
+        )
         self._accumulate = 1  # backward passes of a step
         self._n_passes = 0  # made since the last step
         self._may_reduce = True  # outside of `no_sync`

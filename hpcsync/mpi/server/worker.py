@@ -273,7 +273,9 @@ class WorkerSession(LinkedSession):
             self._continue()
         granted = create_assignments(job).first[0].first_sample >= 0
         allocated = (lambda: self._machine.samples) if granted else None
-        self._iterations = Iterations(job, worker, self._link.clock.now, self._leave, allocated=allocated)
+        self._iterations = Iterations(
+            job, worker, self._link.clock.now, self._leave, allocated=allocated, unused=self._is_unused
+        )
         self._computed = 1.0  # share of the batch that is computed when it is pushed
 
     def _batches(self, asked: Asked) -> Iterator[Any]:

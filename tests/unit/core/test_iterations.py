@@ -64,6 +64,38 @@ def test_epochs_that_the_loop_left_early_are_over_after_a_resume_too():
     assert rest[0] == whole[3] and rest[-2:] == whole[4:]
 
 
+@pytest.mark.parametrize(("unused", "n_samples", "begin_s"), [(True, 4, 20.0), (False, 8, 10.0)])
+def test_a_batch_with_which_the_loop_was_left_belongs_to_no_step(unused, n_samples, begin_s):
+    """As in ``for i, batch in enumerate(loader): if i == 1: break``. The control: its gradient accumulates."""
+    clock = [0.0]
+
+    def now():
+        return clock[0]
+
+    iterations = make_iterations(now=now, unused=lambda: unused)
+    for _ in iterations.shard(DATA, 4, 1, never):
+        if iterations.batch_size == 4 and clock[0] == 10.0:
+            break
+        iterations.end()
+        clock[0] = 10.0
+    clock[0] = 20.0  # after a validation
+    ((x,),) = itertools.islice(loader := iterations.shard(DATA, 4, 1, never), 1)
+    assert x.tolist() == expected(range(1, 2))[0]
+    assert (iterations.end(), iterations.batch_size) == ((begin_s, 20.0), n_samples)
+    resumed = make_iterations()
+    resumed.restore(iterations.state())
+    assert samples(resumed.shard(DATA, 4, 1, never)) == []  # the epoch that was left
+    assert samples(resumed.shard(DATA, 4, 1, never)) == samples(loader)
+
+
+def test_a_loader_within_the_loop_of_another_leaves_its_batch():
+    iterations = make_iterations(unused=lambda: True)
+    for _ in iterations.shard(DATA, 4, 1, never):
+        next(iterations.shard(DATA, 4, 1, never))
+        break
+    assert (iterations.batch_size, iterations.under_way) == (8, True)
+
+
 def test_batches_that_are_allocated_by_the_step_are_not_accumulated():
     iterations = make_iterations(allocated=lambda: (0, 4))
     with pytest.raises(JobError, match="accumulate = 2: must be 1 where batches are allocated"):
@@ -406,6 +438,15 @@ def test_batches_of_another_size_take_another_time(clock):
         begin_s, end_s = iterations.end()
         took.append(end_s - begin_s)
     assert took == pytest.approx([0.5, 0.5 * (0.2 + 0.8 * 2), 0.5 * (0.2 + 0.8 / 4)])
+
+
+def test_items_that_are_batches_take_the_time_of_a_batch(clock):
+    compute = {"model": "constant", "seconds": 0.5}
+    iterations, took = make_iterations(compute=compute, now=lambda: clock[0]), []
+    for _ in iterations.shard(DataLoader([torch.ones(6)] * 3 + [torch.ones(3)], batch_size=None), None, 1, never):
+        begin_s, end_s = iterations.end()
+        took.append((iterations.batch_size, end_s - begin_s))
+    assert took == [(6, pytest.approx(0.5))] * 2
 
 
 def test_without_data_they_are_empty_and_have_their_sizes():

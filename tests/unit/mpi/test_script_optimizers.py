@@ -406,6 +406,30 @@ def test_a_narrow_model_steps_in_its_own_type(comm, needs, folder, paradigm, dty
         assert all(torch.equal(p, q) for other in part.allgather(mine) for p, q in zip(mine, other, strict=True))
 
 
+@pytest.mark.parametrize("paradigm", [*PARADIGMS, "local-sgd"])
+def test_a_batch_with_which_an_epoch_is_left_is_no_part_of_the_next_step(comm, needs, folder, paradigm):
+    needs(2)
+    model, name = Net().double(), paradigm.partition(",")[0]
+    optimizer, options = sgd(model), {**PARADIGMS.get(paradigm, {}), **({"steps": 2} if name == "local-sgd" else {})}
+    n_workers = comm.size - options.get("servers", int(name == "bsp"))
+    if n_workers < 1:
+        pytest.skip("no worker")
+    samples = TensorDataset(*(tensor.double() for tensor in data(BATCH * n_workers * 4).tensors))
+    with hpcsync.connect(model, optimizer, name, out=folder / "run", comm=comm, **options) as sync:
+        for _ in range(2):
+            for i, batch in enumerate(sync.shard(samples, BATCH)):
+                if i == 2:
+                    break
+                optimizer.zero_grad()
+                loss_of(model, batch).backward()
+                optimizer.step()
+    if comm.rank == 0:
+        trace = load(folder / "run" / "trace.h5")
+        rows = trace.tables["pushes" if name == "bsp" else "exchanges"]
+        assert rows["batch_size"][rows["batch_size"] > 0].tolist() == [BATCH] * 4 * n_workers
+        assert [check.name for check in audit(trace) if not check.passed] == []
+
+
 @pytest.mark.parametrize("paradigm", ["bsp", "allreduce"])
 def test_two_optimizers_refuse_compression(comm, needs, folder, paradigm):
     needs(2)
@@ -415,6 +439,18 @@ def test_two_optimizers_refuse_compression(comm, needs, folder, paradigm):
         hpcsync.connect(
             models, list(map(sgd, models)), paradigm, compression=compression, out=folder / "run", comm=comm
         )
+
+
+@pytest.mark.parametrize("paradigm", ["bsp", "allreduce"])
+def test_two_optimizers_refuse_allocated_batches(comm, needs, folder, paradigm):
+    """Each step would be allocated samples, of which the loop draws only those of every second one."""
+    needs(2)
+    models, batches = [Net().double(), Net().double()], {"policy": "equal-finish", "total": 8 * BATCH}
+    with pytest.raises(JobError, match='batches.policy = "equal-finish": must be "equal" with several optimizers'):
+        hpcsync.connect(models, list(map(sgd, models)), paradigm, batches=batches, out=folder / "run", comm=comm)
+    models[0].optimizer = sgd(models[0])  # the control: one of them
+    with hpcsync.connect(models[0], models[0].optimizer, paradigm, batches=batches, out=folder / "run", comm=comm):
+        pass
 
 
 @pytest.mark.parametrize("paradigm", ["bsp", "bsp, 2 servers", "allreduce", "local-sgd"])
