@@ -27,8 +27,9 @@ from hpcsync.workloads.registry import Workload
 class _SynchronousPeers(PeerSimulation):
     """Workers that exchange together, once the last of them is ready.
 
-    Workers that have left take part and are always ready, but alone they do not exchange. All workers end after the
-    same iteration, as their machines count it or agree on the coordinator's stop.
+    Workers that have left take part and are always ready. Once all have left, they exchange the steps since their last
+    exchange, if there are any. All workers end after the same iteration, as their machines count it or agree on the
+    coordinator's stop.
     """
 
     def __init__(self, *of_every_run: Any) -> None:
@@ -60,9 +61,11 @@ class _SynchronousPeers(PeerSimulation):
         self._exchange_if_ready()
 
     def _exchange_if_ready(self) -> None:
-        if len(self._ready) == len(self._workers) and not all(state.has_left for state in self._workers):
-            counts = [self._ready[worker] for worker in range(len(self._workers))]
-            self._contributing = [worker for worker, of_worker in enumerate(counts) if of_worker.n_steps]
+        if len(self._ready) < len(self._workers):
+            return
+        counts = [self._ready[worker] for worker in range(len(self._workers))]
+        self._contributing = [worker for worker, of_worker in enumerate(counts) if of_worker.n_steps]
+        if self._contributing:  # otherwise all have ended
             self._ready = {}
             for state in self._workers:
                 state.exchange_s = self._loop.now_s

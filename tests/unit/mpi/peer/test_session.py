@@ -188,6 +188,22 @@ def test_synchronous_ranks_have_the_bits_of_simulated_ones(comm, folder, paradig
             assert failures(folder / str(seed) / "trace.h5") == []
 
 
+@pytest.mark.parametrize("paradigm", ["diloco", "permutation", "push-together"])
+def test_steps_before_all_have_left_count_as_on_simulated_ranks(comm, folder, paradigm):
+    """The first workers make 4 steps and the others 5; exchanges are due after every 3rd, or 2nd."""
+    compute = {"model": "constant", "seconds": 0.001}
+    events = [{"worker": w, "at_iteration": 6 if w else 5, "change": "leave"} for w in range(comm.size)]
+    this = job(IN_STEP[paradigm], comm.size, cluster={"workers": comm.size, "compute": compute, "events": events})
+    weights = on_some(comm, this, folder / "real")
+    if comm.rank == 0:
+        for seed in (3, 4):
+            assert simulate(this.model_copy(update={"seed": seed}), folder / str(seed), Console(quiet=True)) == 0
+            tensors = load_file(folder / str(seed) / "weights.safetensors")
+            simulated = np.concatenate([tensor.numpy().ravel() for _, tensor in sorted(tensors.items())])
+            assert (weights == simulated).all() == (seed == 3)
+            assert failures(folder / str(seed) / "trace.h5") == []
+
+
 # ---- allocated batches ----
 
 
