@@ -142,19 +142,28 @@ class Numerics:
 
         A contribution that was cancelled is not put into the slot.
         """
+        self._make_steps(worker, work, push=True)
         contribution = self.contributions[worker]
-        for step in range(work.n_steps):
-            loss = self._gradients.compute(
-                worker, contribution.weights, work if work.n_steps == 1 else work.of_step(step)
-            )
-            n_samples, last = work.n_samples // work.n_steps, step == work.n_steps - 1
-            contribution.step(self._flat.gradient, n_samples, loss, last=last)
         loss = contribution.prepare()
         if work.share < 1.0:
             return Contributed(loss)
         gradient_sq = float(contribution.gradient_sq())
         sizes_bytes = self._encoder.put(worker, contribution.vector, self._slots[worker], work.ratio)
         return Contributed(loss, sizes_bytes, gradient_sq)
+
+    def discard(self, worker: int, work: Work) -> None:
+        """Make the local steps of a worker that leaves without pushing them: they use its batches and its momentum."""
+        self._make_steps(worker, work, push=False)
+
+    def _make_steps(self, worker: int, work: Work, *, push: bool) -> None:
+        """Make all local steps; `push` says whether a push follows."""
+        contribution = self.contributions[worker]
+        for step in range(work.n_steps):
+            loss = self._gradients.compute(
+                worker, contribution.weights, work if work.n_steps == 1 else work.of_step(step)
+            )
+            n_samples, last = work.n_samples // work.n_steps, push and step == work.n_steps - 1
+            contribution.step(self._flat.gradient, n_samples, loss, last=last)
 
     def accumulate(self, accumulation: AccumulateCommand) -> None:
         """Add the worker's slot to the accumulated contributions."""
@@ -213,7 +222,7 @@ class NoNumerics(Numerics):
     def _nothing(self, *of_any_kind: Any, **options: Any) -> None:
         """Do nothing."""
 
-    grant = join = accumulate = delivered = finish = _nothing
+    grant = join = discard = accumulate = delivered = finish = _nothing
 
 
 def _rows(n: int, like: torch.Tensor) -> torch.Tensor:

@@ -132,11 +132,11 @@ class ServerSimulation(Simulation):
         """Begin one local step, or leave."""
         now_s, state = self._loop.now_s, self._workers[worker]
         if state.device.leaves(now_s):
-            if (
-                self._job.commits and state.machine.n_steps > 0
-            ):  # push the finished steps first; the worker leaves afterwards
-                self._send(worker)
-                return
+            if state.machine.n_steps > 0:
+                if self._job.commits:  # push the finished steps first; the worker leaves afterwards
+                    self._send(worker)
+                    return
+                self._numerics.discard(worker, self._work(worker))
             self._transfers.push_info(worker, state.machine.grant.iteration, self._left)
             if state.device.joins_s < math.inf:
                 self._loop.at(max(now_s, state.device.joins_s), self._join, worker)
@@ -210,12 +210,16 @@ class ServerSimulation(Simulation):
     def _contribute(self, worker: int) -> Sequence[int]:
         """Compute the worker's contribution; return the bytes for each server."""
         state = self._workers[worker]
-        machine, grant = state.machine, state.machine.grant
-        work = Work(grant.first_sample, machine.n_samples, self._n_pieces, machine.share, machine.n_steps, grant.ratio)
-        state.loss, sizes_bytes, state.gradient_sq = self._numerics.contribute(worker, work)
+        state.loss, sizes_bytes, state.gradient_sq = self._numerics.contribute(worker, self._work(worker))
         state.end_s = state.sent_s = self._loop.now_s
         state.wire_bytes = sum(sizes_bytes)
         return sizes_bytes
+
+    def _work(self, worker: int) -> Work:
+        """Return the local steps that the worker has computed since it read the weights."""
+        machine = self._workers[worker].machine
+        grant = machine.grant
+        return Work(grant.first_sample, machine.n_samples, self._n_pieces, machine.share, machine.n_steps, grant.ratio)
 
     def _push(self, worker: int, sizes_bytes: Sequence[int]) -> None:
         state = self._workers[worker]

@@ -13,14 +13,20 @@ from hpcsync.training.flat_model import FlatModel
 from hpcsync.training.sampler import batches
 from hpcsync.workloads.registry import build
 from tests.unit.jobs import LINEAR, make_job
+from tests.unit.simulator.running import simulate
 
 SGD = {"name": "sgd", "lr": 0.05}
 NESTEROV = {"name": "sgd", "lr": 0.02, "momentum": 0.9, "nesterov": True}
 
 
-def easgd_job(workers: int = 3, optimizer=SGD, **paradigm):
+def easgd_job(workers: int = 3, optimizer=SGD, stop=None, events=(), **paradigm):
+    compute = {"model": "constant", "seconds": 1.0}
     return make_job(
-        workload=LINEAR, optimizer=optimizer, paradigm={"name": "easgd", **paradigm}, cluster={"workers": workers}
+        workload=LINEAR,
+        optimizer=optimizer,
+        stop=stop or {"updates": 10},
+        paradigm={"name": "easgd", **paradigm},
+        cluster={"workers": workers, "compute": compute, "events": list(events)},
     )
 
 
@@ -206,3 +212,25 @@ def constant_centre(run: Run, before: np.ndarray) -> np.ndarray:
     """Return the centre before its last move: c' = c + alpha sum(x - c), solved for c."""
     n = len(before)
     return (run.centre - run.alpha * before.sum(0)) / (1 - n * run.alpha)
+
+
+# ---- a worker that leaves between two exchanges ----
+
+
+@pytest.mark.parametrize("n_discarded", [3, 0])
+def test_steps_that_a_leaving_worker_discards_use_its_batches_and_its_momentum(n_discarded, tmp_path):
+    """Worker 1 leaves after 3 of 4 steps and joins again; with alpha = 0 the centre stays where it was."""
+    events = [{"worker": 1, "at_s": 2.5, "change": "leave"}, {"worker": 1, "at_s": 6.0, "change": "join"}]
+    job = easgd_job(2, NESTEROV, period=4, alpha=0.0, stop={"updates": 8}, events=events)
+    pushes = simulate(job, tmp_path / "trace.h5").tables["pushes"]
+    reference, losses = Reference(job), []
+    for _ in range(n_discarded):
+        reference.step(1, reference.gradient(1))
+    reference.x[1] = reference.c
+    for features, targets in itertools.islice(reference.data[1], 4):
+        ahead = reference.x[1] + reference.mu * reference.v[1]
+        residuals = features.numpy() @ ahead - targets.numpy().reshape(-1)
+        losses.append(0.5 * np.mean(residuals**2))
+        reference.step(1, features.numpy().T @ residuals / len(features))
+    first = pushes["loss"][(pushes["worker"] == 1) & (pushes["begin_s"] == 6.0)]
+    assert (first == pytest.approx(np.mean(losses), rel=1e-12)) == (n_discarded == 3)
