@@ -101,6 +101,7 @@ class Compression:
     def decode(self, payload: torch.Tensor, into: torch.Tensor, shard: slice) -> None:
         """Decode a payload into a shard, shape (stop - start,). Bytes after the payload are ignored."""
         self._decoder.decode(as_array(payload), shard.start, shard.stop, as_array(into))
+        written(into)
 
     def decode_mean(self, payloads: Sequence[torch.Tensor], into: torch.Tensor) -> None:
         """Decode payloads of whole vectors and write their mean into `into`, summed in this order."""
@@ -128,17 +129,29 @@ def of_job(job: Job, parameters: Sequence[torch.nn.Parameter], dtype: torch.dtyp
 
 
 def as_array(tensor: torch.Tensor) -> Any:
-    """Return a tensor's memory as a NumPy array, or as a CuPy array on a GPU; both use the default stream."""
+    """Return a tensor's memory as a NumPy array, or as a CuPy array on a GPU, which becomes this thread's current one.
+
+    CuPy computes on the current GPU, wherever its arrays are, and on the default stream, which then waits for torch's.
+    """
     if not tensor.is_cuda:
         return tensor.numpy()
     import cupy
 
+    cupy.cuda.Device(tensor.device.index).use()
     return cupy.from_dlpack(tensor)
 
 
 def as_tensor(array: Any) -> torch.Tensor:
     """Return an array's memory as a tensor, the inverse of `as_array`."""
     return torch.from_numpy(array) if isinstance(array, np.ndarray) else torch.from_dlpack(array)
+
+
+def written(tensor: torch.Tensor) -> None:
+    """Let torch's stream wait for CuPy's, after CuPy has written to the memory of a tensor."""
+    if tensor.is_cuda:
+        here, default = (stream(tensor.device) for stream in (torch.cuda.current_stream, torch.cuda.default_stream))
+        if here != default:  # a script may compute on a stream of its own
+            here.wait_stream(default)
 
 
 def _filled(octets: torch.Tensor, itemsize: int) -> torch.Tensor:

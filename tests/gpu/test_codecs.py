@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from hpcsync.compression import CODECS, create
+from hpcsync.training import compressor
+from tests.gpu.device import DEVICE
 from tests.unit.compression.vectors import LAYOUT, vector
+from tests.unit.jobs import make_job
+
+LONG = 200_000_000  # clock cycles that the GPU is kept busy for
 
 
 @pytest.mark.parametrize("name", CODECS)
@@ -38,3 +44,22 @@ def test_what_is_not_sent_is_kept_on_the_gpu(name):
         sent += cupy.asnumpy(out)
     left = cupy.asnumpy(device.residual)
     np.testing.assert_allclose(sent + left, total, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("waiting", [True, False])
+def test_torch_sees_what_is_decoded_on_a_stream_of_its_own(waiting, monkeypatch):
+    """The control: CuPy decodes on the default stream, for which no other stream waits by itself."""
+    compression = compressor.Compression(make_job(compression={"name": "fp16"}), [(1000,)], torch.float32)
+    (payload,) = compression.compressor(0).encode(torch.ones(1000, device=DEVICE), [compression.whole])
+    into = torch.empty(1000, device=DEVICE)
+    compression.decode(payload, into, compression.whole)  # compiles the kernels
+    into.zero_()
+    torch.cuda.synchronize()
+    if not waiting:
+        monkeypatch.setattr(compressor, "written", lambda tensor: None)
+    torch.cuda._sleep(LONG)
+    with torch.cuda.stream(torch.cuda.Stream(DEVICE)):
+        compression.decode(payload, into, compression.whole)
+        seen = into.clone()
+    torch.cuda.synchronize()
+    assert (seen == (1 if waiting else 0)).all()

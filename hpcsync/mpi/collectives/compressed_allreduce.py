@@ -17,7 +17,7 @@ from hpcsync.mpi.transport import cuda
 from hpcsync.mpi.transport.backoff import Backoff
 from hpcsync.mpi.transport.tensor_window import Transport
 from hpcsync.paradigms.peer_method import Agreed, StepCounts
-from hpcsync.training.compressor import Compression, as_array, as_tensor
+from hpcsync.training.compressor import Compression, as_array, as_tensor, written
 
 
 class CompressedMean(MeanVector):
@@ -135,6 +135,7 @@ class FactorsMean(CompressedMean):
         left, right = self._means
         lefts = _mean_of(left, codec.left_factors(vector), own_counts)
         codec.product(_mean_of(right, codec.right_factors(lefts), own_counts), vector)
+        written(self.vector)
 
     def free(self) -> None:
         """Free the factors' means and the communicator."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from hpcsync.training import compressor
 from hpcsync.training.compressor import Compression
 from tests.unit.jobs import make_job
 
@@ -36,3 +39,49 @@ def test_payloads_are_whole_elements_and_decode_to_the_same_bits_however_it_is_c
             compression.decode(slot.view(torch.uint8), found[shard], shard)
     assert torch.equal(whole, cut)
     assert torch.isfinite(whole).all()
+
+
+# ---- stand-ins for a GPU's memory and streams ----
+
+
+def on_gpu(index: int) -> SimpleNamespace:
+    return SimpleNamespace(is_cuda=True, device=torch.device("cuda", index))
+
+
+def test_cupy_computes_on_the_gpu_of_the_tensor(monkeypatch):
+    """A script may use another one than the current one, and autograd's threads have one of their own."""
+    current = []
+
+    class Device:
+        def __init__(self, index: int) -> None:
+            self._index = index
+
+        def use(self) -> None:
+            current.append(self._index)
+
+    cupy = SimpleNamespace(cuda=SimpleNamespace(Device=Device), from_dlpack=lambda tensor: (current[-1], tensor))
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    tensor = on_gpu(1)
+    assert compressor.as_array(tensor) == (1, tensor)
+
+
+@pytest.mark.parametrize("here", ["default", "own"])
+def test_torch_waits_for_cupy_where_it_computes_on_another_stream(here, monkeypatch):
+    class Stream(str):
+        def wait_stream(self, other: Stream) -> None:
+            waits.append((str(self), str(other)))
+
+    waits: list[tuple[str, str]] = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(f"{here} of {device}"))
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: Stream(f"default of {device}"))
+    compressor.written(on_gpu(1))
+    assert waits == [("own of cuda:1", "default of cuda:1")] * (here == "own")
+
+
+def test_a_decoded_vector_is_said_to_be_written(monkeypatch):
+    said: list[torch.Tensor] = []
+    monkeypatch.setattr(compressor, "written", said.append)
+    compression, into = Compression(make_job(compression={"name": "fp16"}), SHAPES, torch.float32), torch.zeros(SIZE)
+    (payload,) = compression.compressor(0).encode(torch.ones(SIZE), [compression.whole])
+    compression.decode(payload, into, compression.whole)
+    assert said == [into] and (into == 1).all()
