@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -101,6 +101,7 @@ class ActivationExchange:
         self._inbox = Inbox(self._comm, messages.TAG_ACTIVATION, messages.ACTIVATION)
         self._outbox = Outbox(self._comm, messages.TAG_ACTIVATION, messages.ACTIVATION)
         self._background = Background()
+        self._device, self._stream = link.transport.device, cuda.new_stream(link.transport.device)
         self._n_arrived = [0] * pieces  # per piece: number of workers whose rows have arrived and are not yet processed
         self._left_worker: int | None = None  # a worker that sends nothing more
         self.waited_s = 0.0
@@ -147,7 +148,7 @@ class ActivationExchange:
             self._label_window.flush(fc)
             self._outbox.send(fc, (messages.ActivationKind.PIECE, self._comm.rank, piece, False, False))
 
-        self._background.submit(put)
+        self._begin(put)
 
     def gradient(self, piece: int) -> torch.Tensor:
         """Wait for the gradients of a piece.
@@ -212,9 +213,13 @@ class ActivationExchange:
                 self._window.flush(worker)
                 self._outbox.send(worker, (messages.ActivationKind.PIECE, self._comm.rank, piece, last, halt))
 
-        self._background.submit(put)
+        self._begin(put)
 
     # ---- both sides ----
+
+    def _begin(self, put: Callable[[], None]) -> None:
+        """Put in the background; on a GPU beside the owner's computation, which is on another stream."""
+        self._background.submit(cuda.after_this(put, self._device, self._stream))
 
     @property
     def sent_bytes(self) -> int:

@@ -7,6 +7,7 @@ module calls CUDA.
 
 from __future__ import annotations
 
+import mmap
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -18,7 +19,7 @@ import torch
 
 SPIN_S = 1e-3  # waiting time after which the thread blocks instead of spinning, which then costs it 0.1 ms more
 GRANULE_BYTES = 2 << 20  # smaller allocations may share a block of this size, which IPC would open as a whole
-PAGE_BYTES = 4096
+PAGE_BYTES = mmap.PAGESIZE  # 64 kB on some machines with ARM cores
 
 
 def ready(tensor: torch.Tensor) -> None:
@@ -107,7 +108,7 @@ def _on(stream: torch.cuda.Stream | None) -> Iterator[None]:
 def allocate(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Allocate zeros, shape (count,), that an MPI window or another process may expose.
 
-    On a GPU the tensor has an allocation of its own.
+    On a GPU the tensor has an allocation of its own, and the zeros are there on return.
     """
     if device.type != "cuda" or count == 0:
         return torch.zeros(count, dtype=dtype, device=device)
@@ -115,7 +116,9 @@ def allocate(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
 
     n_bytes = -(-count * dtype.itemsize // GRANULE_BYTES) * GRANULE_BYTES
     with cupy.cuda.Device(device.index):
-        return _tensor(cupy.cuda.Memory(n_bytes), count, dtype).zero_()
+        tensor = _tensor(cupy.cuda.Memory(n_bytes), count, dtype).zero_()
+    ready(tensor)  # others may put into it before this stream is waited for again
+    return tensor
 
 
 def exported(tensor: torch.Tensor) -> bytes:

@@ -138,7 +138,6 @@ class DeviceMemory(NodeMemory):
         handle = b""
         try:
             mine = cuda.allocate(count, dtype, device)
-            cuda.ready(mine)
             handle = cuda.exported(mine) if count else b""
         except Exception as error:
             failure = f"rank {comm.rank}'s memory: {error}"

@@ -208,7 +208,9 @@ def main(name: str, path: str, *arguments: str) -> None:
     results = PROBES[name](*arguments)
     for result in [results] if isinstance(results, dict) else results:
         if "mpi4py" not in sys.modules or sys.modules["mpi4py"].MPI.COMM_WORLD.rank == 0:
-            Path(path).write_text(json.dumps(result))
+            unfinished = Path(f"{path}.unfinished")
+            unfinished.write_text(json.dumps(result))
+            unfinished.replace(path)  # whole at any time: a rank that crashes ends this one too
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,9 @@ from hpcsync.cli.rank_main import train
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
 from hpcsync.core.job_validation import check
+from hpcsync.mpi.peer import activation_exchange
+from hpcsync.mpi.transport import cuda
+from hpcsync.mpi.transport.tensor_window import MpiWindow
 from hpcsync.planning.layer_groups import Groups
 from hpcsync.simulator.simulate import prepare
 from hpcsync.trace.reader import load
@@ -23,6 +28,7 @@ from tests.mpi.training import Nothing, failures, one_process
 NESTEROV = {"name": "sgd", "lr": 0.1, "momentum": 0.9, "nesterov": True}
 ADAM = {"name": "adam", "lr": 0.01}
 BELOW, ABOVE, CUT = 76, 323, 36  # numbers of the workload's layers, and of a sample between them
+HERE = threading.local()  # the stand-in for a stream on which this thread is, if there is one
 
 
 def job(workers: int, optimizer: Any = NESTEROV, updates: int = 5, pieces: int = 1, **tables: Any) -> Job:
@@ -114,6 +120,30 @@ def test_every_window_gives_the_same_bits(comm, needs, folder, through):
     if comm.rank == 0:
         assert failures(folder / "trace.h5") == []
         assert np.array_equal(weights[0], simulated(this))
+
+
+def test_pieces_are_sent_on_a_stream_of_the_background_thread(comm, needs, folder, monkeypatch):
+    """Stand-ins for streams: on a GPU, a send on the default stream would be queued behind the owner's computation."""
+    needs(2)
+    put, streams = MpiWindow.put, set()
+
+    def after_this(call: Callable[[], None], device: torch.device, stream: str) -> Callable[[], None]:
+        def made() -> None:
+            HERE.stream = f"{stream} of {device}"
+            call()
+            HERE.stream = None
+
+        return made
+
+    def watched(self: MpiWindow, *transfer: Any) -> None:
+        streams.add(getattr(HERE, "stream", None))
+        put(self, *transfer)
+
+    stand_in = SimpleNamespace(ready=cuda.ready, after_this=after_this, new_stream=lambda device: "own")
+    monkeypatch.setattr(activation_exchange, "cuda", stand_in)
+    monkeypatch.setattr(MpiWindow, "put", watched)
+    run(comm, job(comm.size, pieces=2), folder)
+    assert streams == {"own of cpu"}
 
 
 def test_all_end_after_the_same_iteration_whatever_ends_them(comm, needs, folder):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,6 +26,22 @@ def test_whole_pages_hold_the_bytes_wherever_memory_begins(n_bytes, offset):
     pages = cuda.whole_pages(memory[begin : begin + cuda.paged(n_bytes)])
     assert pages.ctypes.data % PAGE == len(pages) % PAGE == 0 and len(pages) >= n_bytes
     assert 0 <= pages.ctypes.data - memory[begin:].ctypes.data < PAGE
+
+
+def test_pages_are_those_of_this_machine():
+    """With smaller ones a page would be locked in parts, and so shared with other data."""
+    assert os.sysconf("SC_PAGE_SIZE") == PAGE
+
+
+def test_zeros_are_there_before_others_can_put_into_the_memory(monkeypatch):
+    memory, seen = torch.ones(3), []
+    monkeypatch.setitem(
+        sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(Device=nullcontext, Memory=lambda n_bytes: n_bytes))
+    )
+    monkeypatch.setattr(cuda, "_tensor", lambda n_bytes, count, dtype: memory)
+    monkeypatch.setattr(cuda, "ready", lambda tensor: seen.append(tensor.clone()))
+    assert cuda.allocate(3, torch.float32, torch.device("cuda", 1)) is memory
+    assert [tensor.tolist() for tensor in seen] == [[0.0] * 3]
 
 
 class Runtime:

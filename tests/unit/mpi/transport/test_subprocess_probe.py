@@ -6,6 +6,9 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
+
+from hpcsync.mpi.transport import subprocess_probe
 
 
 def test_packages(tmp_path: Path) -> None:
@@ -13,3 +16,20 @@ def test_packages(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "hpcsync.mpi.transport.subprocess_probe", "packages", str(path)], check=True)
     found = json.loads(path.read_text())
     assert (list(found), found["numpy"]) == (["numpy", "h5py", "torch"], np.__version__)
+
+
+def test_a_probe_that_ends_while_it_writes_keeps_what_it_had_found(tmp_path: Path, monkeypatch) -> None:
+    path, write = tmp_path / "result.json", Path.write_text
+
+    def write_in_part(self: Path, text: str) -> None:
+        write(self, text[: len(text) if "1" in text else 3])
+        if "1" not in text:
+            raise OSError
+
+    monkeypatch.setattr(Path, "write_text", write_in_part)
+    monkeypatch.delitem(sys.modules, "mpi4py", raising=False)
+    monkeypatch.setattr(subprocess_probe.resource, "setrlimit", lambda *limits: None)
+    monkeypatch.setitem(subprocess_probe.PROBES, "two", lambda: iter([{"kinds": 1}, {"kinds": 2}]))
+    with pytest.raises(OSError):
+        subprocess_probe.main("two", str(path))
+    assert json.loads(path.read_text()) == {"kinds": 1}
