@@ -157,7 +157,8 @@ class Recorder:
             print("hpcsync: record: nothing is written: no DistributedDataParallel module was called", file=sys.stderr)
             return
         given: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        with _group_of_all() as group:
+        on = torch.cuda.device_of(next(self._module.parameters()))  # NCCL sends objects from the current GPU
+        with _group_of_all() as group, on:
             dist.gather_object(self._measure(self._module, group), given, group=group)
         if given is not None:
             job = _job(self._name, self._optimizer, self.steps[0].lr if self.steps else math.nan, len(given))

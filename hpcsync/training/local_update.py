@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hpcsync.state import Stateful
+from hpcsync.training.flat_model import DOT_SIZE
 from hpcsync.training.optimizers import OptimizerFactory, OptimizerSpec, OptimizerState, WorkerOptimizer
 
 
@@ -276,7 +277,8 @@ class Mean:
         self._weight += weight
         before = replica - self.values
         self.values.add_(before, alpha=weight / self._weight)
-        self._squares += weight * float(torch.dot(before.double(), (replica - self.values).double()))
+        parts = zip(before.split(DOT_SIZE), (replica - self.values).split(DOT_SIZE), strict=True)
+        self._squares += weight * sum(float(torch.dot(a.double(), b.double())) for a, b in parts)
 
     @property
     def distance(self) -> float:

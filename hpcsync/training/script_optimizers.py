@@ -377,9 +377,10 @@ def clipped(norm: float, limit: float | None) -> float:
 def unscale(optimizer: torch.optim.Optimizer) -> None:
     """Divide the gradients by the scale that a `torch.amp.GradScaler` has left to the optimizer's step, if any."""
     if (scale := getattr(optimizer, "grad_scale", None)) is not None:
+        factor = float(scale)  # waits for a GPU, hence once
         for parameter in parameters_of(optimizer):
             if parameter.grad is not None:
-                parameter.grad.div_(float(scale))
+                parameter.grad.div_(factor)
 
 
 def different(stepping: Iterable[int]) -> str:
@@ -607,8 +608,9 @@ class PieceOptimizer(ServerOptimizer):
         if limit is None:
             return
         gradients = [piece.parameter.grad for piece in stepped if piece.parameter.grad is not None]
-        squares = sum(float(gradient.double().square().sum()) for gradient in gradients)
-        factor = clipped(math.sqrt(self._reduce(squares)), limit)
+        squares = [gradient.double().square().sum() for gradient in gradients]
+        total = sum(torch.stack(squares).tolist()) if squares else 0.0  # one wait for a GPU, not one each
+        factor = clipped(math.sqrt(self._reduce(total)), limit)
         for gradient in gradients:
             gradient.mul_(factor)
 

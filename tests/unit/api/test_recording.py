@@ -1,6 +1,7 @@
 """The trace that `hpcsync.record` writes: rows in closed form from the durations of two processes."""
 
 import math
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -237,3 +238,25 @@ def test_a_folder_with_a_run_and_a_wrong_name_are_refused_before_the_loop(tmp_pa
     for recorder, message in ((record(tmp_path / "run"), "must not hold"), (record(name="my run"), "name = ")):
         with pytest.raises(JobError, match=message), recorder:
             raise AssertionError("the loop has begun")
+
+
+def test_what_is_gathered_is_sent_from_the_gpu_of_the_module(monkeypatch):
+    """A script need not have made it the current one, from which NCCL sends objects."""
+    current, sent_from, module = ["another"], [], torch.nn.Linear(2, 1)
+
+    @contextmanager
+    def device_of(tensor):
+        current.append("of the weight" if tensor is module.weight else "unknown")
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist, "new_group", lambda: "group")
+    monkeypatch.setattr(dist, "destroy_process_group", lambda group: None)
+    monkeypatch.setattr(dist, "gather_object", lambda *sent, group: sent_from.append(current[-1]))
+    monkeypatch.setattr(Recorder, "_measure", lambda *arguments: None)
+    recorder = record(name="x")
+    with recorder:
+        recorder._module = module
+    assert (sent_from, current) == (["of the weight"], ["another"])

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from hpcsync.training import local_update
 from hpcsync.training.local_update import Mean, Outer, Peer, absorb, mix
 from hpcsync.training.optimizers import LocalOptimizer, OptimizerSpec
 
@@ -221,6 +222,17 @@ def test_the_mean_of_replicas_and_their_distance_from_it(n, dtype):
     root = np.sqrt(np.mean(np.square(distances)))
     assert mean.distance == pytest.approx(root, rel=1e-4 if dtype is torch.float32 else 1e-9, abs=1e-12)
     assert (n == 1) == (mean.distance == 0.0)
+
+
+def test_a_distance_is_summed_in_parts_of_what_a_dot_product_takes_on_a_gpu(monkeypatch):
+    replicas, sizes, dot = vectors(3, size=50), [], torch.dot
+    whole = mean_of(replicas)
+    monkeypatch.setattr(torch, "dot", lambda a, b: sizes.append(len(a)) or dot(a, b))
+    monkeypatch.setattr(local_update, "DOT_SIZE", 20)
+    in_parts = mean_of(replicas)
+    assert sizes == [20, 20, 10] * 3
+    assert torch.equal(in_parts.values, whole.values)
+    assert in_parts.distance == pytest.approx(whole.distance, rel=1e-12)
 
 
 @pytest.mark.parametrize("n", [2, 3, 7])
