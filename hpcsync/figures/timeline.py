@@ -6,14 +6,14 @@ Where a wait of at least a hundredth of the window ends, an arrow leads from the
 waited for. There is one panel per trace, also of traces that differ only in the seed, since each run has a
 course of its own.
 
-Computation and waits are drawn as recorded. With servers the trace holds one transfer time per iteration, the sum of
-reading the weights before it and pushing the gradient after it. Both move the model once, so half of the time is drawn
-on either side of the computation, or less if it does not fit. Loading is drawn at the begin of an iteration, although
-local steps and accumulated batches are loaded one by one. Without servers the exchange follows the computation:
-first the wait for others, then the transfer. With separated layers workers also wait within the computation: for a
-convolution worker this wait is drawn after its forward pass, whose share the job sets, for a fully-connected worker
-before its computation, whatever the number of micro-batches. Time that the trace does not describe stays white: a
-script's own work between iterations, and the time after a worker's last transfer.
+Computation and waits are drawn as recorded. With servers the weights are read before the computation, and the
+contribution is put after it; a transfer that does not fit between its neighbours is shortened. Loading is drawn at the
+begin of an iteration, although local steps and accumulated batches are loaded one by one. Without servers the exchange
+follows the computation: first the wait for others, then the transfer. With separated layers workers also wait within
+the computation: for a convolution worker this wait is drawn after its forward pass, whose share the job sets, for a
+fully-connected worker before its computation, whatever the number of micro-batches. The compression of a push stays
+white, and so does time that the trace does not describe: a script's own work between iterations, and the time after a
+worker's last transfer.
 """
 
 from __future__ import annotations

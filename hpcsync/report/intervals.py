@@ -1,9 +1,9 @@
 """Runs as intervals and events over time: what each worker did, and what happened, for figures and exports.
 
-Computation and waits are as recorded. With servers the trace holds one transfer time per iteration, the sum of reading
-the weights before it and pushing the gradient after it. Both move the model once, so half of the time is set on either
-side of the computation, or less if it does not fit. Without servers the exchange follows the computation: first the
-wait for others, then the transfer. With separated layers workers also wait within the computation.
+Computation and waits are as recorded. With servers the weights are read before the computation (`pull_s`), and the
+contribution is compressed and put after it; these transfers are shortened if they do not fit. Without servers the
+exchange follows the computation: first the wait for others, then the transfer. With separated layers workers also wait
+within the computation.
 """
 
 from __future__ import annotations
@@ -72,13 +72,14 @@ def events(trace: Trace, end_s: float | None = None) -> pd.DataFrame:
 def bars(pushes: pd.DataFrame) -> pd.DataFrame:
     """Return columns worker, iteration, activity, begin_s and end_s of each bar, for a run with servers."""
     pushes = pushes.sort_values(["worker", "iteration"], ignore_index=True)
-    before = pushes.groupby("worker")[["end_s", "comm_s"]].shift()  # NaN for a worker's first push
+    encoded_s, pushed_s = pushes["end_s"] + pushes["encode_s"], pushes["comm_s"] - pushes["pull_s"]
+    before_s = encoded_s.groupby(pushes["worker"]).shift()  # NaN for a worker's first push
     begin_s, wait_s = pushes["begin_s"], pushes["wait_s"]
-    room_s = (begin_s - before["end_s"] - wait_s).clip(lower=0).fillna(math.inf)
-    put_s, read_s = before["comm_s"].fillna(0) / 2, pushes["comm_s"] / 2
+    room_s = (begin_s - before_s - wait_s).clip(lower=0).fillna(math.inf)
+    put_s, read_s = pushed_s.groupby(pushes["worker"]).shift().fillna(0), pushes["pull_s"]
     fits = np.minimum(1, room_s / (put_s + read_s).where(lambda both_s: both_s > 0, 1))
     put_s, read_s = put_s * fits, read_s * fits
-    put_begin_s = before["end_s"].fillna(begin_s - read_s - wait_s)
+    put_begin_s = before_s.fillna(begin_s - read_s - wait_s)
     wait_begin_s = put_begin_s + put_s
     last = ~pushes["worker"].duplicated(keep="last")
     parts = [
@@ -87,7 +88,7 @@ def bars(pushes: pd.DataFrame) -> pd.DataFrame:
         ("transfer", pushes["iteration"], begin_s - read_s, begin_s),
         ("load", pushes["iteration"], begin_s, begin_s + pushes["load_s"]),
         ("compute", pushes["iteration"], begin_s + pushes["load_s"], pushes["end_s"]),
-        ("transfer", pushes["iteration"], pushes["end_s"], (pushes["end_s"] + pushes["comm_s"] / 2)[last]),
+        ("transfer", pushes["iteration"], encoded_s, (encoded_s + pushed_s)[last]),
     ]
     return in_order(pushes["worker"], parts)
 

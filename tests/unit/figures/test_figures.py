@@ -20,8 +20,10 @@ from hpcsync.config.job import KINDS
 from hpcsync.figures import accuracy, leads, plotting, staleness, timeline
 from hpcsync.report import intervals
 from hpcsync.report.summary import summarize
+from hpcsync.trace.reader import load
 from hpcsync.trace.schema import TABLES, Change, Phase
 from hpcsync.trace.writer import TraceWriter
+from tests.unit.html_report import pages
 from tests.unit.trace import peer_recorder
 from tests.unit.trace.recorder import edit, record, with_rows, with_status
 
@@ -30,6 +32,7 @@ UNEVEN = ("asp", (1.0, 2.5), 4)
 # By hand: rounds end at 2, 4 and 6 s; worker 0 waits from 1 to 2 s and from 3 to 4 s.
 ROUNDS = ("bsp", (1.0, 2.0), 3)
 
+SLOW_LINKS = ("cluster.network={bandwidth_gbit = 1e-5, latency_us = 10_000}",)
 UNKNOWN = (math.nan, math.nan)  # norms of gradients
 
 
@@ -232,8 +235,9 @@ def test_a_switch_is_drawn_whichever_worker_brought_it_about():
 
 
 def two_pushes(begin_s):
-    columns = ["worker", "iteration", "begin_s", "end_s", "wait_s", "comm_s", "load_s"]
-    return pd.DataFrame([[0, 1, 0.25, 1.0, 0.125, 0.25, 0.0], [0, 2, begin_s, 3.0, 0.5, 0.5, 0.0]], columns=columns)
+    columns = ["worker", "iteration", "begin_s", "end_s", "wait_s", "pull_s", "comm_s", "encode_s", "load_s"]
+    rows = [[0, 1, 0.25, 1.0, 0.125, 0.125, 0.25, 0.0, 0.0], [0, 2, begin_s, 3.0, 0.5, 0.25, 0.5, 0.0, 0.0]]
+    return pd.DataFrame(rows, columns=columns)
 
 
 def bars(begin_s):
@@ -241,7 +245,7 @@ def bars(begin_s):
     return frame[["activity", "iteration", "begin_s", "end_s"]].values.tolist()
 
 
-def test_transfers_are_drawn_half_before_and_half_after():
+def test_transfers_are_drawn_before_and_after_the_computation():
     assert bars(2.0) == [
         ["wait", 1, 0.0, 0.125],
         ["transfer", 1, 0.125, 0.25],
@@ -252,6 +256,29 @@ def test_transfers_are_drawn_half_before_and_half_after():
         ["compute", 2, 2.0, 3.0],
         ["transfer", 2, 3.0, 3.25],
     ]
+
+
+def test_a_small_push_after_its_compression_is_drawn_as_recorded():
+    frame = two_pushes(2.0).assign(pull_s=[0.125, 0.375], comm_s=[0.1875, 0.4375], encode_s=[0.0625, 0.25])
+    assert intervals.bars(frame)[["activity", "iteration", "begin_s", "end_s"]].values.tolist() == [
+        ["wait", 1, 0.0, 0.125],
+        ["transfer", 1, 0.125, 0.25],
+        ["compute", 1, 0.25, 1.0],
+        ["transfer", 1, 1.0625, 1.125],  # after the compression
+        ["wait", 2, 1.125, 1.625],  # which ends with the grant; the read is the longer transfer
+        ["transfer", 2, 1.625, 2.0],
+        ["compute", 2, 2.0, 3.0],
+        ["transfer", 2, 3.25, 3.3125],
+    ]
+
+
+def test_waits_end_with_their_grants(tmp_path):
+    trace = load(pages.simulated(tmp_path, 'compression={name = "top-k", ratio = 0.05}', *SLOW_LINKS))
+    frame = intervals.bars_of(trace, intervals.iterations(trace))
+    waits, grants = frame[frame["activity"] == "wait"], trace.frame("grants")
+    found = waits.merge(grants[grants["held_s"] > 0], on=["worker", "iteration"])
+    assert len(found) > 100
+    np.testing.assert_allclose(found["end_s"], found["now_s"] + 0.01, atol=1e-9)  # and the time of a message
 
 
 def test_loading_is_drawn_before_the_computation():
