@@ -104,10 +104,15 @@ def side(trace: Trace, samples: int) -> Side:
 
 
 def _granted(trace: Trace, n_workers: int) -> Rows:
-    """Return a number for the worker and the iteration of each grant, in the order of the grants, without stops."""
+    """Return a number for the worker and the iteration of each grant, in the order of the grants, without stops.
+
+    The grant that answers a worker's return may repeat one from before, which counts.
+    """
     grants = trace.tables["grants"]
     grants = grants[grants["local_steps"] > 0]
-    return grants["iteration"] * n_workers + grants["worker"]
+    granted = grants["iteration"] * n_workers + grants["worker"]
+    _, first = np.unique(granted, return_index=True)
+    return granted[np.sort(first)]
 
 
 def _same_order(a: Rows, b: Rows) -> float | None:

@@ -53,6 +53,13 @@ def test_only_common_grants_count():
     assert comparison.same_grants == 1
 
 
+def test_a_grant_that_is_repeated_after_a_return_counts_once():
+    repeated = trace([*ORDER[:3], (0, 3), *ORDER[3:]])
+    for other in (repeated, trace(ORDER)):
+        comparison = compare(repeated, other)
+        assert (comparison.common_grants, comparison.same_grants, comparison.same_order) == (5, 5, 1.0)
+
+
 def test_stops_are_not_counted_as_grants():
     one = trace(ORDER)
     one.tables["grants"]["local_steps"][-1] = 0
