@@ -200,7 +200,7 @@ def _on_waits(found: Explanation) -> Iterator[str]:
     others = (
         ("blocked until a time that the paradigm had set", found.waits.timed_s),
         ("for the server (messages under way, or the server busy with others)", found.waits.messages_s),
-        ("for an unknown cause (recorded before format version 8)", found.waits.unknown_s),
+        ("for a cause that is not in the trace", found.waits.unknown_s),
     )
     for what, seconds in others:
         share = float(seconds.sum()) / (float(found.parts_s.sum()) or 1.0)

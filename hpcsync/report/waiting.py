@@ -2,7 +2,7 @@
 
 With servers a grant names the event that released its worker (`released_by`), so the time for which the worker was
 blocked (`held_s`) is attributed to the worker of that event. Without servers a worker waits for the peer of its
-exchange, or, in an exchange of all workers, for the one whose computation ended last in that iteration.
+exchange, or, where all workers exchange in the same round, for the one whose computation ended last in that iteration.
 """
 
 from __future__ import annotations
@@ -139,9 +139,11 @@ def _of_exchanges(trace: Trace | TraceFile) -> Waits:
 
 def _exchanges_and_causes(trace: Trace | TraceFile) -> Iterator[tuple[Rows, Rows]]:
     """Yield slices of /exchanges with the worker for which each row's worker waited, or -1."""
-    last = _last_of_iterations(trace)
+    last, paradigm = _last_of_iterations(trace), trace.job.paradigm
+    in_step = paradigm.lead_bound == 0 and not paradigm.separates_layers  # whichever peer a worker has in a round
     for rows in trace.slices("exchanges"):
-        yield rows, np.where(rows["peer"] == ALL_PEERS, last[rows["iteration"]], np.maximum(rows["peer"], NO_WORKER))
+        of_all = in_step | (rows["peer"] == ALL_PEERS)
+        yield rows, np.where(of_all, last[rows["iteration"]], np.maximum(rows["peer"], NO_WORKER))
 
 
 def _last_of_iterations(trace: Trace | TraceFile) -> Rows:

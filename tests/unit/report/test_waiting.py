@@ -4,11 +4,13 @@ import numpy as np
 import pytest
 
 from hpcsync.core.assignments import decision_fields
+from hpcsync.report.explanation import explain, sentences
 from hpcsync.report.waiting import waits
 from hpcsync.trace.reader import opened
 from hpcsync.trace.schema import TABLES, Change, Release, complete
 from hpcsync.trace.writer import TraceWriter
 from tests.unit.simulator.runs import simulated
+from tests.unit.trace import peer_recorder
 from tests.unit.trace.recorder import attributes, edit, job_of, play, record, with_rows
 
 SERVED = ["bsp", "asp", "ssp", "dssp", "easgd", "k-sync", "k-async", "ashl", "adsp", "async-diloco", "batches"]
@@ -100,6 +102,21 @@ def test_all_reduce_waits_for_the_last_worker_of_each_iteration(tmp_path):
     np.testing.assert_allclose(between_s, [[0, 0, 0.2 * n], [0, 0, 0.1 * n], [0, 0, 0]], atol=1e-9)
 
 
+@pytest.mark.parametrize("paradigm", ["permutation", "ring", "pull-together", "push-together", "local-sgd"])
+def test_workers_that_exchange_in_the_same_round_wait_for_the_last_one(paradigm):
+    trace = peer_recorder.record(paradigm)
+    rows, expected_s = trace.tables["exchanges"], np.zeros((3, 3))
+    for row in rows[rows["wait_s"] > 0]:
+        (of_round,) = np.nonzero(rows["iteration"] == row["iteration"])
+        last = rows[of_round[rows["end_s"][of_round].argmax()]]
+        assert row["end_s"] + row["wait_s"] == pytest.approx(last["end_s"])
+        expected_s[row["worker"], last["worker"]] += row["wait_s"]
+    assert expected_s.any()
+    found = waits(trace)
+    np.testing.assert_allclose(found.between_s.toarray(), expected_s, atol=1e-9)
+    assert not found.unknown_s.any()
+
+
 def test_ad_psgd_waits_for_its_partner(tmp_path):
     trace = simulated(tmp_path, {"name": "ad-psgd"}, [0.1, 0.2, 0.3, 0.15], network={"bandwidth_gbit": 0.001})
     found, rows = waits(trace), trace.tables["exchanges"]
@@ -108,3 +125,10 @@ def test_ad_psgd_waits_for_its_partner(tmp_path):
     others = rows[(rows["wait_s"] > 0) & (rows["peer"] >= 0) & (rows["peer"] != rows["worker"])]
     pairs = set(zip(others["worker"].tolist(), others["peer"].tolist(), strict=True))
     assert set(zip(*(each.tolist() for each in found.between_s.nonzero()), strict=True)) == pairs
+
+
+def test_waiting_of_unknown_cause_is_not_taken_for_an_old_trace():
+    trace = peer_recorder.record("ad-psgd")
+    assert waits(trace).unknown_s.sum() > 0.01 * trace.tables["exchanges"]["wait_s"].sum()
+    (said,) = (line for line in sentences(explain(trace), None) if "not in the trace" in line)
+    assert "version" not in said
