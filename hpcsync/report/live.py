@@ -11,6 +11,7 @@ import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
 from hpcsync.config.errors import printable
+from hpcsync.report.between import Between
 from hpcsync.trace.schema import Change, Outcome, Phase, Rows
 
 VERSION = 1  # of the file's layout
@@ -60,7 +61,8 @@ class Workers(BaseModel):
     staleness
         Mean staleness of the applied pushes, in updates; None without servers, or before the first push.
     load, compute, wait, comm
-        Shares of the worker's time, from 0 to 1; None before the first iteration.
+        Shares of the worker's time, from 0 to 1, without servers also of that between iterations, as in a summary; None
+        before the first iteration.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -171,10 +173,13 @@ class RowTally:
     ----------
     seconds
         Time spent, float64 of shape (len(PARTS), n_workers).
+    between
+        Time between iterations.
     """
 
     def __init__(self, n_workers: int) -> None:
         self.seconds = np.zeros((len(PARTS), n_workers))
+        self.between = Between(n_workers)
         self._staleness, self._n_applied = np.zeros(n_workers), np.zeros(n_workers)
         self._changes: dict[int, str] = {}  # latest change of membership of a worker
         self._decisions: dict[str, Decision] = {}
@@ -184,7 +189,9 @@ class RowTally:
         """Add rows of a table, in the order of the trace."""
         if table in ("pushes", "exchanges"):
             self._add_times(rows)
-        if table == "pushes":
+        if table == "exchanges":
+            self.between.add(rows)
+        elif table == "pushes":
             applied = rows["outcome"] == Outcome.APPLIED
             self._staleness += self._sums(rows["worker"], rows["staleness"] * applied)
             self._n_applied += self._sums(rows["worker"], applied)
@@ -225,9 +232,9 @@ class RowTally:
 
     @property
     def shares(self) -> Rows:
-        """Shares of `seconds` in each worker's sum; NaN before the first iteration."""
+        """Shares of `seconds` in each worker's time; NaN before the first iteration."""
         with np.errstate(invalid="ignore"):
-            return self.seconds / self.seconds.sum(0)
+            return self.seconds / (self.seconds.sum(0) + self.between.seconds)
 
     @property
     def decisions(self) -> tuple[Decision, ...]:

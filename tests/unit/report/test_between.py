@@ -5,7 +5,7 @@ import pytest
 
 from hpcsync.figures import waiting
 from hpcsync.html_report import run_data
-from hpcsync.report import trace_pair
+from hpcsync.report import live, trace_pair
 from hpcsync.report.between import Between
 from hpcsync.report.explanation import explain
 from hpcsync.report.summary import summarize
@@ -46,6 +46,10 @@ def test_shares_add_up_to_the_same_total_everywhere(trace):
     drawn = waiting.shares(trace)
     np.testing.assert_allclose(drawn.loc[range(4), [f"{p}_share" for p in waiting.COLUMNS]], shares[:, :4], atol=1e-9)
     np.testing.assert_allclose(run_data._parts_s(trace)[:, -1], gaps_s, atol=1e-9)
+    watched = live.RowTally(4)
+    for some in np.array_split(rows, 7):
+        watched.add("exchanges", some)
+    np.testing.assert_allclose(watched.shares.T, shares[:, :4], atol=1e-9)
     assert trace_pair.side(trace, summary.samples).wait_share == pytest.approx(wait_share, rel=0.05)
 
     assert "other" in text(summary) and "other work between iterations" in " ".join(text(summary).split())
