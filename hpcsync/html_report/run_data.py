@@ -10,14 +10,13 @@ import numpy as np
 
 from hpcsync.audit.check import Check
 from hpcsync.config.job import Job
-from hpcsync.report.between import Between
-from hpcsync.report.explanation import hosts_of
+from hpcsync.report import explanation
+from hpcsync.report.explanation import explain
 from hpcsync.report.summary import Summary
-from hpcsync.report.waiting import waits
 from hpcsync.trace.reader import Trace, TraceFile, load, opened
 from hpcsync.trace.schema import Outcome, Rows
 
-PARTS = ("load", "compute", "wait", "comm", "between")  # the last one is no column of the trace
+PARTS = (*explanation.PARTS, "between")  # the last one is no column of the trace
 AUDITED_ROWS = 1_000_000  # of all runs of a report: half a minute
 AUDITED_ROWS_OF_A_RUN = 250_000  # 700 MB
 EVALUATIONS = 500  # rows kept of a run, evenly spaced
@@ -50,6 +49,8 @@ class RunData(NamedTuple):
         Seconds of each part of the workers' time, shape (n_workers, 5), in the order of `PARTS`.
     staleness, leads
         Number of applied pushes by staleness, and of starts of an iteration by lead; empty without servers.
+    slowness
+        Mean time of a local step of each worker in medians of all workers, shape (n_workers,); NaN without one.
     waits_s
         Seconds for which each worker (row) waited for each other, shape (n_workers, n_workers); None with more than
         `MATRIX` workers.
@@ -68,6 +69,7 @@ class RunData(NamedTuple):
     parts_s: Rows
     staleness: Rows
     leads: Rows
+    slowness: Rows
     waits_s: Rows | None
     hosts: tuple[str, ...]
     evaluations: Rows
@@ -103,17 +105,18 @@ def read(path: Path, summary: Summary, *, audited: bool = True) -> RunData:
 
     with opened(path) as file:
         trace: Trace | TraceFile = load(path) if audited else file
-        stalls = _rows(trace, "stalls")
+        stalls, found = _rows(trace, "stalls"), explain(trace)
         return RunData(
             path=path,
             job=trace.job,
             attributes=trace.attributes,
             summary=summary,
-            parts_s=_parts_s(trace),
+            parts_s=np.column_stack([found.parts_s, found.between_s]),
             staleness=_counts(trace, "pushes", "staleness"),
             leads=_counts(trace, "grants", "gap_iters"),
-            waits_s=_waits_s(trace),
-            hosts=hosts_of(trace),
+            slowness=found.slowness,
+            waits_s=found.waits.between_s.toarray() if trace.n_workers <= MATRIX else None,
+            hosts=found.hosts,
             evaluations=evenly(_rows(trace, "evaluations"), EVALUATIONS),
             decisions=_decisions(trace),
             membership=_rows(trace, "membership"),
@@ -133,21 +136,6 @@ def evenly(rows: Any, most: int) -> Any:
 
 def _rows(trace: Trace | TraceFile, table: str) -> Rows:
     return np.concatenate(list(trace.slices(table)))
-
-
-def _waits_s(trace: Trace | TraceFile) -> Rows | None:
-    return waits(trace).between_s.toarray() if trace.n_workers <= MATRIX else None
-
-
-def _parts_s(trace: Trace | TraceFile) -> Rows:
-    sums_s, between = np.zeros((trace.n_workers, len(PARTS))), Between(trace.n_workers)
-    for rows in trace.slices("pushes" if trace.job.has_servers else "exchanges"):
-        for i, part in enumerate(PARTS[:-1]):
-            sums_s[:, i] += np.bincount(rows["worker"], np.nan_to_num(rows[f"{part}_s"]), trace.n_workers)
-        if not trace.job.has_servers:
-            between.add(rows)
-    sums_s[:, -1] = between.seconds
-    return sums_s
 
 
 def _counts(trace: Trace | TraceFile, table: str, column: str) -> Rows:

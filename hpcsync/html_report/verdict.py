@@ -9,9 +9,9 @@ import numpy as np
 
 from hpcsync.html_report.run_data import PARTS, RunData
 from hpcsync.html_report.svg import number
+from hpcsync.report.between import WORDS as BETWEEN
+from hpcsync.report.explanation import STRAGGLES
 from hpcsync.report.variants import LEAST_SEEDS, Row, Variants
-
-STRAGGLES = 1.2  # times the median from which on a worker is said to be slow
 
 
 def of_variants(result: Variants, runs: Mapping[str, Sequence[RunData]]) -> list[str]:
@@ -61,12 +61,12 @@ def _no_fastest(result: Variants) -> str:
 
 
 def _behind(result: Variants, fastest: Row) -> str:
-    sure, unsure, absent = [], [], []
+    sure, unsure, absent, apart = [], [], [], []
     for row in result.rows:
         if row is fastest:
             continue
         if row.behind_s is None:
-            absent.append(row.label)
+            (absent if row.arrived < row.runs else apart).append(row.label)
         elif row.behind_s.half_width is not None and row.behind_s.mean > row.behind_s.half_width:
             sure.append(f"{row.label} (by {row.behind_s.mean:.3g} s)")
         else:
@@ -79,6 +79,8 @@ def _behind(result: Variants, fastest: Row) -> str:
         parts.append(f"its lead over {listed(unsure)} may be chance{few}")
     if absent:
         parts.append(f"no mean difference is known to {listed(absent)}, of which a run did not arrive")
+    if apart:
+        parts.append(f"no difference is known to {listed(apart)}, without a common seed")
     words = "; ".join(parts)
     return f"{words[:1].upper()}{words[1:]}."
 
@@ -134,23 +136,22 @@ def _time(runs: Sequence[RunData]) -> str:
     sums_s = sum((run.parts_s.sum(axis=0) for run in runs), np.zeros(len(PARTS)))
     if not sums_s.sum():
         return "No iteration was recorded."
-    load, compute, wait, comm, _ = sums_s / sums_s.sum()
+    load, compute, wait, comm, between = sums_s / sums_s.sum()
     words = f"Workers computed {_percent(compute)} of their time, waited {_percent(wait)}"
     words += f", and communicated {_percent(comm)}"
     words += f"; {_percent(load)} was loading" if load >= 0.01 else ""
+    words += f"; {_percent(between)} was {BETWEEN}" if between >= 0.01 else ""
     return words + _slowest(runs[0]) + "."
 
 
 def _slowest(run: RunData) -> str:
-    iterations = np.array([worker.iterations for worker in run.summary.workers])
-    if len(iterations) < 2 or not iterations.all():
+    if len(run.slowness) < 2 or np.isnan(run.slowness).any():
         return ""
-    each_s = run.parts_s[:, 1] / iterations
-    worker, median = int(each_s.argmax()), float(np.median(each_s))
-    if not median or each_s[worker] < STRAGGLES * median:
+    worker = int(run.slowness.argmax())
+    if run.slowness[worker] < STRAGGLES:
         return ""
     host = f" on {run.hosts[worker]}" if len(set(run.hosts)) > 1 else ""
-    return f"; worker {worker}{host} is the slowest, its iterations take {each_s[worker] / median:.2g} times the median"
+    return f"; worker {worker}{host} is the slowest, its iterations take {run.slowness[worker]:.2g} times the median"
 
 
 def checked(runs: Sequence[RunData]) -> str:

@@ -253,6 +253,7 @@ def test_long_tables_and_many_variants_are_thinned_and_it_is_said(runs: dict[str
     long = runs["dssp"][0]._replace(
         decisions={"k": Decisions(123_456, rows)},
         parts_s=np.ones((1000, 5)),
+        slowness=np.ones(1000),
         hosts=("",) * 1000,
         summary=runs["dssp"][0].summary.model_copy(update={"workers": ()}),
     )

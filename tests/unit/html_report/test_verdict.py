@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 
 from hpcsync.audit.check import Check
-from hpcsync.html_report.run_data import RunData
+from hpcsync.html_report.run_data import RunData, read
 from hpcsync.html_report.verdict import checked, of_variants, plural
-from hpcsync.report.summary import Summary, WorkerSummary
+from hpcsync.report.explanation import explain
+from hpcsync.report.summary import Summary, WorkerSummary, summarize
 from hpcsync.report.variants import compare
+from hpcsync.trace.reader import load
+from tests.unit.html_report.pages import simulated
 
 
 def run(time_s: float | None, parts_s: Any = ((0, 3, 1, 0), (0, 3, 1, 0)), **fields: object) -> RunData:
@@ -33,10 +36,12 @@ def run(time_s: float | None, parts_s: Any = ((0, 3, 1, 0), (0, 3, 1, 0)), **fie
         "deaths": (),
         "workers": [WorkerSummary.model_construct(iterations=10) for _ in parts_s],
     }
+    parts = np.pad(np.array(parts_s, float), [(0, 0), (0, 5 - len(parts_s[0]))])
     data = dict.fromkeys(RunData._fields) | {
         "path": Path("a"),
         "summary": Summary.model_construct(**(given | fields)),
-        "parts_s": np.pad(np.array(parts_s, float), [(0, 0), (0, 1)]),
+        "parts_s": parts,
+        "slowness": parts[:, 1] / np.median(parts[:, 1]),
         "hosts": ("",) * len(parts_s),
         "n_stalls": 0,
         "checks": (Check("a", True, 1),),
@@ -67,6 +72,33 @@ def test_a_slow_worker_is_named() -> None:
         "slowest, its iterations take 2 times the median."
     )
     assert "slowest" not in sentences(bsp=[run(9.5, [(0, 3, 0, 0), (0, 3, 0, 0), (0, 3.3, 0, 0)])])[1]
+
+
+def test_a_slow_worker_whose_iterations_are_cancelled_is_as_slow_as_in_the_explanation(tmp_path: Path) -> None:
+    path = simulated(tmp_path, 'paradigm={name = "k-sync", k = 2, cancel = "abort"}') / "trace.h5"
+    trace = load(path)
+    found = read(path, summarize(trace), audited=False)
+    pushes = trace.frame("pushes")
+    assert (pushes["share"] < 1).sum() > 50
+    whole_s = (pushes["compute_s"] / pushes["share"]).groupby(pushes["worker"]).mean()
+    np.testing.assert_allclose(found.slowness, explain(trace).slowness)
+    assert found.slowness[2] == pytest.approx(whole_s[2] / whole_s.median(), rel=0.05)
+    said = of_variants(compare({"k-sync": {5: found.summary}}), {"k-sync": [found]})[1]
+    assert f"worker 2 is the slowest, its iterations take {found.slowness[2]:.2g} times the median" in said
+
+
+def test_time_between_iterations_is_named() -> None:
+    assert sentences(bsp=[run(9.5, [(0, 3, 1, 0, 4), (0, 3, 1, 0, 4)])])[1] == (
+        "Workers computed 38 % of their time, waited 12 %, and communicated 0 %; 50 % was steps of the optimizer and "
+        "other work between iterations."
+    )
+
+
+def test_variants_without_a_common_seed_have_arrived() -> None:
+    runs = {"a": {1: run(1.0)}, "b": {2: run(2.0)}}
+    result = compare({label: {seed: each.summary for seed, each in of.items()} for label, of in runs.items()})
+    second = of_variants(result, {label: [*of.values()] for label, of in runs.items()})[1]
+    assert second == "No difference is known to b, without a common seed."
 
 
 def test_differences_that_seeds_explain_and_others() -> None:

@@ -9,9 +9,10 @@ from hpcsync.report import live, trace_pair
 from hpcsync.report.between import Between
 from hpcsync.report.explanation import explain
 from hpcsync.report.summary import summarize
+from hpcsync.trace.writer import TraceWriter
 from tests.unit.report.test_summary import text
 from tests.unit.trace import peer_recorder
-from tests.unit.trace.recorder import record, with_rows
+from tests.unit.trace.recorder import attributes, record, with_rows
 
 GAP_S = 0.25
 PARTS = ("load", "compute", "wait", "comm")
@@ -30,7 +31,7 @@ def trace():
     return with_gaps(peer_recorder.record("ad-psgd", (1.0, 1.3, 2.1, 1.1)))
 
 
-def test_shares_add_up_to_the_same_total_everywhere(trace):
+def test_shares_add_up_to_the_same_total_everywhere(trace, tmp_path):
     rows = trace.tables["exchanges"]
     made = rows[rows["batch_size"] > 0]
     gaps_s = GAP_S * (np.bincount(made["worker"]) - 1)
@@ -45,7 +46,11 @@ def test_shares_add_up_to_the_same_total_everywhere(trace):
     np.testing.assert_allclose(found.between_s, gaps_s, atol=1e-9)
     drawn = waiting.shares(trace)
     np.testing.assert_allclose(drawn.loc[range(4), [f"{p}_share" for p in waiting.COLUMNS]], shares[:, :4], atol=1e-9)
-    np.testing.assert_allclose(run_data._parts_s(trace)[:, -1], gaps_s, atol=1e-9)
+    with TraceWriter(tmp_path / "trace.h5", attributes(trace.job)) as file:
+        for row in rows.tolist():
+            file.append("exchanges", row)
+    reported = run_data.read(file.path, summary, audited=False)
+    np.testing.assert_allclose(reported.parts_s, np.column_stack([parts_s, gaps_s]), atol=1e-9)
     watched = live.RowTally(4)
     for some in np.array_split(rows, 7):
         watched.add("exchanges", some)
