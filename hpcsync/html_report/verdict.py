@@ -61,7 +61,10 @@ def _no_fastest(result: Variants) -> str:
 
 
 def _behind(result: Variants, fastest: Row) -> str:
-    sure, unsure, absent, apart = [], [], [], []
+    sure: list[str] = []
+    unsure: list[str] = []
+    absent: list[str] = []
+    apart: list[str] = []  # without a common seed
     for row in result.rows:
         if row is fastest:
             continue

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict
 
 from hpcsync.config.errors import printable
 from hpcsync.report.between import Between
-from hpcsync.trace.schema import Change, Outcome, Phase, Rows
+from hpcsync.trace.schema import EVENTS, Change, Outcome, Phase, Rows
 
 VERSION = 1  # of the file's layout
 RECENT_S = 60.0  # wall-clock time from which rate and time left are estimated
@@ -199,6 +199,7 @@ class RowTally:
             for row in rows:
                 self._changes[int(row["worker"])] = Change(row["change"]).name.lower()
         elif table == "decisions":
+            rows = rows[~np.isin(rows["controller"], [name.encode() for name in EVENTS])]
             own = set(rows.dtype.names or ()) - {"seq", "now_s", "controller", "worker", "chosen"}
             _, last = np.unique(rows["controller"][::-1], return_index=True)
             for row in rows[::-1][last]:

@@ -69,6 +69,15 @@ def test_a_stall_lasts_until_its_iteration_ends():
     assert tally.states([Phase.COMPUTING] * 3, [9, 7, 9], {0, 1, 2}) == ("computing",) * 3
 
 
+def test_times_that_elapse_are_no_decisions():
+    trace = record("async-diloco", jitter=0.3)
+    rows = trace.tables["decisions"]
+    assert {b"elapsed", b"local-steps"} <= {*rows["controller"].tolist()}
+    tally = RowTally(3)
+    tally.add("decisions", rows)
+    assert [decision.controller for decision in tally.decisions] == ["local-steps"]
+
+
 def moments(shares):
     return [Moment(float(i), float(i), i, share) for i, share in enumerate(shares)]
 
