@@ -45,7 +45,7 @@ class Simulation(ABC):
     """
 
     coordinator: Coordinator | PeerCoordinator
-    attributes: Mapping[str, int] = {}
+    attributes: Mapping[str, str | int] = {}
 
     def __init__(self, job: Job, workload: Workload, loop: Loop, trace: Recorder, watch: Watch) -> None:
         assert not isinstance(job.workload, Script)

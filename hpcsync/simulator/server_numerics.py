@@ -64,6 +64,10 @@ class ContributionEncoder:
         if self._compression is not None:
             self._compressors = [self._compression.compressor(worker) for worker in range(job.cluster.workers)]
 
+    def attributes(self) -> dict[str, str | int]:
+        """Return the root attributes of a trace that describe the compression."""
+        return {} if self._compression is None else self._compression.attributes()
+
     def nominal_bytes(self, ratio: float) -> Sequence[int]:
         """Return the nominal number of bytes sent to each server."""
         if self._compression is None:
@@ -117,7 +121,7 @@ class Numerics:
         self._gradients = Gradients(job, workload)
         self._flat = self._gradients.flat
         size = self._flat.size
-        self._encoder = ContributionEncoder(job, self._flat.parameters)
+        self.encoder = ContributionEncoder(job, self._flat.parameters)
         buffers, slots = _rows(n_buffers(n_workers), self._flat.weights), _rows(n_workers, self._flat.weights)
         # Views, created once because creating them takes time.
         self._versions, self._slots = [list(rows[:, :size]) for rows in (buffers, slots)]
@@ -148,7 +152,7 @@ class Numerics:
         if work.share < 1.0:
             return Contributed(loss)
         gradient_sq = float(contribution.gradient_sq())
-        sizes_bytes = self._encoder.put(worker, contribution.vector, self._slots[worker], work.ratio)
+        sizes_bytes = self.encoder.put(worker, contribution.vector, self._slots[worker], work.ratio)
         return Contributed(loss, sizes_bytes, gradient_sq)
 
     def discard(self, worker: int, work: Work) -> None:
@@ -205,11 +209,11 @@ class NoNumerics(Numerics):
     """No arithmetic: a workload whose vector is only transferred; compressed contributions have their nominal size."""
 
     def __init__(self, job: Job, workload: Workload) -> None:
-        self._encoder = ContributionEncoder(job, trainable(workload.model))
+        self.encoder = ContributionEncoder(job, trainable(workload.model))
 
     def contribute(self, worker: int, work: Work) -> Contributed:
         """Return NaN as the loss, and the nominal sizes."""
-        return Contributed(math.nan, self._encoder.nominal_bytes(work.ratio) if work.share == 1.0 else ())
+        return Contributed(math.nan, self.encoder.nominal_bytes(work.ratio) if work.share == 1.0 else ())
 
     def apply(self, update: UpdateCommand) -> tuple[int, float]:
         """Return version 0, which no update makes."""

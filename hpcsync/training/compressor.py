@@ -6,7 +6,9 @@ the job and the model.
 
 from __future__ import annotations
 
+import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch
 
 from hpcsync import compression
 from hpcsync.compression import Codec, TensorLayout
+from hpcsync.compression.sparse import Sparse
 from hpcsync.config.compression import DenseOptions
 from hpcsync.config.job import Job
 from hpcsync.state import Stateful
@@ -79,6 +82,18 @@ class Compression:
         self._decoder = self._create(seed=0)
         self.whole = slice(0, self._layout.size)
         self.averages = self._decoder.averages
+
+    def attributes(self) -> dict[str, str | int]:
+        """Return root attributes of a trace, from which the bytes of sparse contributions can be recounted.
+
+        `tensors` has a row [elements, sent whole, number] for each kind of tensor, as JSON; `element_bytes` is the size
+        of an element. Codecs that are not sparse have none: their payloads have equal sizes.
+        """
+        if not issubclass(compression.CODECS[self._name], Sparse):
+            return {}
+        kinds = Counter((size, self._layout.is_small(i)) for i, size in enumerate(self._layout.sizes))
+        rows = [[size, small, number] for (size, small), number in kinds.items()]
+        return {"tensors": json.dumps(rows), "element_bytes": self.dtype.itemsize}
 
     def compressor(self, worker: int) -> Compressor:
         """Return a new worker's encoder; its random draws differ from those of other workers."""

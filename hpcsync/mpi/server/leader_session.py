@@ -32,12 +32,13 @@ class LeaderSession(FollowerSession):
         assert self._clocks is not None
         self._latest: list[torch.Tensor] = []  # the workers' buffers for the evaluation under way
         self._reader = Reader(self._link, self._link.roles.evaluator)
+        compression = self._link.compression
         self._recorder = RunRecorder(
             given,
             resumed,
             self._clocks,
             self._link.phases,
-            given.placement.attributes(),
+            given.placement.attributes() | ({} if compression is None else compression.attributes()),
             partial(coordinate, job, create_paradigm(job)),
             self._read,
         )

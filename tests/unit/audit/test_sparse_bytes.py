@@ -1,0 +1,70 @@
+"""Bytes of sparse contributions: recounted from the sizes of tensors, which the trace has."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from hpcsync.audit.compression import bytes_follow_from_compression
+from hpcsync.audit.server_recount import Recount
+from hpcsync.audit.trace_audit import audit
+from tests.unit.jobs import REQUIRED, make_job
+from tests.unit.simulator.running import simulate
+from tests.unit.trace.recorder import edit
+
+CODECS = [
+    {"name": "top-k", "ratio": 0.05},
+    {"name": "random-k", "ratio": 0.1},
+    {"name": "dgc", "ratio": 0.02, "warmup": 6},
+]
+
+
+@pytest.fixture(params=[1, 3])
+def servers(request):
+    return request.param
+
+
+def trained(folder, servers, compression, paradigm="asp"):
+    job = make_job(
+        workload={"name": "digits", "batch_size": 4},
+        stop={"updates": 20},
+        paradigm={"name": paradigm, **REQUIRED.get(paradigm, {})},
+        compression=compression,
+        cluster={"servers": servers, "workers": 2, "compute": {"model": "constant", "seconds": [0.1, 0.13]}},
+    )
+    return simulate(job, folder / f"{servers}.h5")
+
+
+def passes(trace):
+    return bytes_follow_from_compression(Recount(trace)).passed
+
+
+@pytest.mark.parametrize("compression", CODECS, ids=lambda compression: compression["name"])
+def test_one_element_more_is_found(tmp_path, servers, compression):
+    trace = trained(tmp_path, servers, compression)
+    assert all(check.passed for check in audit(trace))
+    pushes = trace.tables["pushes"]
+    for row in range(len(pushes)):
+        assert not passes(edit(trace, "pushes", row, wire_bytes=pushes["wire_bytes"][row] + 8))
+    read = 4 * 13_706
+    assert not passes(edit(trace, "pushes", 0, wire_bytes=read)), "a payload has at least its header"
+
+
+def test_a_trace_without_the_sizes_is_checked_as_far_as_it_can_be(tmp_path):
+    """Control: of the bytes of a sparse push only that they are not those of more than the vector is then known."""
+    trace = trained(tmp_path, 1, CODECS[0])
+    unknown = {name: value for name, value in trace.attributes.items() if name != "tensors"}
+    more = edit(trace, "pushes", 3, wire_bytes=trace.tables["pushes"]["wire_bytes"][3] + 8)
+    for attributes in (unknown, {**unknown, "tensors": "["}):
+        assert passes(dataclasses.replace(more, attributes=attributes))
+    assert not passes(dataclasses.replace(trace, attributes={**unknown, "tensors": "[]"})), "sizes of another model"
+
+
+def test_pushes_that_are_granted_a_ratio_are_checked_by_it(tmp_path, servers):
+    trace = trained(tmp_path, servers, {"name": "top-k", "ratio": None}, "ashl")
+    assert passes(trace)
+    granted = trace.tables["grants"]["ratio"]
+    assert (granted < 1).any()
+    pushes = trace.tables["pushes"]
+    row = int(np.argmin(pushes["wire_bytes"]))
+    assert not passes(edit(trace, "pushes", row, wire_bytes=pushes["wire_bytes"][row] + 8))
