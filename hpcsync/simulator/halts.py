@@ -63,7 +63,7 @@ class Halts:
             due_s = since_s + (self._settings.seconds or math.inf)
             self._last = (max(due_s, self._saved[0]) if due_s <= now_s else now_s, version)
 
-    def continues_s(self, now_s: float, version: int, seq: int) -> float:
+    def continues_s(self, now_s: float, version: int, seq: int, *, can_save: bool) -> float:
         """Return the time at which the workers, which have all halted now, may continue.
 
         The checkpoint that is due has been written then. If a rank dies before, the run resumes from the last one, and
@@ -71,11 +71,12 @@ class Halts:
 
         Parameters
         ----------
-        now_s, version
-            As for `ask_if_due`.
+        now_s, version, can_save
+            As for `ask_if_due`; a worker may have left since.
         seq
             Latest `seq` of the trace.
         """
+        self._saves = self._saves and can_save
         saved_s, saved_version = self._saved
         end_s = now_s + self._checkpoint_s if self._saves else now_s
         resumed_s = -math.inf

@@ -128,13 +128,17 @@ class Simulation(ABC):
 
     def _must_halt(self) -> bool:
         """Return True if workers are asked to halt, for a checkpoint or because a rank has died."""
-        halts, coordinator, job = self._halts, self.coordinator, self._job
+        halts, coordinator = self._halts, self.coordinator
         if halts is None:
             return False
         if not (halts.asked or coordinator.stopping):
-            can_save = job.has_servers or len(coordinator.active) == job.cluster.workers
-            halts.ask_if_due(self._loop.now_s, coordinator.version, can_save=can_save)
+            halts.ask_if_due(self._loop.now_s, coordinator.version, can_save=self._can_save)
         return halts.asked
+
+    @property
+    def _can_save(self) -> bool:
+        """False if there can be no further checkpoint: without servers a worker has left."""
+        return self._job.has_servers or len(self.coordinator.active) == self._job.cluster.workers
 
     def _halt(self, worker: int, then: Callable[..., object], *args: Any) -> None:
         """Let a worker wait, and call ``then(*args)`` once the run continues: after a while when all wait."""
@@ -145,7 +149,9 @@ class Simulation(ABC):
             return  # it joins
         self._halted.add(worker)
         if len(self._halted) == len(coordinator.computing):
-            continues_s = self._halts.continues_s(self._halted_s, coordinator.version, coordinator.seq)
+            continues_s = self._halts.continues_s(
+                self._halted_s, coordinator.version, coordinator.seq, can_save=self._can_save
+            )
             self._loop.at(continues_s, self._end_halt)
 
     def _is_kept(self, then: Callable[..., object], *args: Any) -> bool:

@@ -111,6 +111,19 @@ def test_no_checkpoint_follows_another_without_an_iteration(paradigm: dict[str, 
     assert ended_s(trace) == pytest.approx(20 + n_checkpoints * 0.1) and failed(trace) == []
 
 
+@pytest.mark.parametrize(("leaves_s", "n_checkpoints"), [(10.75, 0), (11.5, 1), (99.0, 2)])
+def test_without_servers_there_is_no_checkpoint_after_a_worker_has_left(
+    leaves_s: float, n_checkpoints: int, tmp_path: Path
+) -> None:
+    """One is due at 10.7 s, during an all-reduce of 0.2 s, and made at 12 s, unless worker 2 has left at 10.8 s."""
+    network = {"bandwidth_gbit": 1e6, "latency_us": 50_000}
+    events = [{"worker": 2, "at_s": leaves_s, "change": "leave"}]
+    tables = {"paradigm": ALLREDUCE, "stop": {"updates": 20}, "checkpoint": {"seconds": 10.7}, "workers": 3}
+    more = {"network": network, "events": events, "checkpoint_s": 1.0}
+    trace = simulate(timing_job(**tables, cluster=more), tmp_path / "trace.h5")
+    assert ended_s(trace) == pytest.approx(20 * 1.2 + n_checkpoints) and failed(trace) == []
+
+
 def test_asynchronous_workers_wait_for_the_slowest_and_for_the_disk(tmp_path: Path) -> None:
     """At 10 s workers of 1 s halt, the one of 4 s at 12 s."""
     tables = {"paradigm": {"name": "asp"}, "stop": {"seconds": 20.0}, "checkpoint": {"seconds": 10.0}}
@@ -172,9 +185,9 @@ def test_without_repeating_the_duration_is_another(monkeypatch: pytest.MonkeyPat
     """The control of the two tests above."""
     right = Halts.continues_s
 
-    def forgets(halts: Halts, now_s: float, version: int, seq: int) -> float:
+    def forgets(halts: Halts, now_s: float, version: int, seq: int, *, can_save: bool) -> float:
         halts._saved = now_s, version
-        return right(halts, now_s, version, seq)
+        return right(halts, now_s, version, seq, can_save=can_save)
 
     monkeypatch.setattr(Halts, "continues_s", forgets)
     more = cluster(*(die(*death) for death in random_deaths(1)), checkpoint_s=2.5)
@@ -207,8 +220,8 @@ class Standstills:
         self.of: list[tuple[float, float]] = []
         right = Halts.continues_s
 
-        def continues_s(halts: Halts, now_s: float, version: int, seq: int) -> float:
-            end_s = right(halts, now_s, version, seq)
+        def continues_s(halts: Halts, now_s: float, version: int, seq: int, *, can_save: bool) -> float:
+            end_s = right(halts, now_s, version, seq, can_save=can_save)
             self.of.append((now_s, end_s))
             return end_s
 
@@ -246,7 +259,7 @@ def test_a_run_that_stands_still_too_early_is_noticed(
     def halt(run: Any, worker: int, then: Any, *args: Any) -> None:
         run._kept.append((then, args))
         if len(run._kept) == 1:
-            run._loop.at(run._halts.continues_s(run._loop.now_s, 0, 0), run._end_halt)
+            run._loop.at(run._halts.continues_s(run._loop.now_s, 0, 0, can_save=True), run._end_halt)
 
     standstills = Standstills(monkeypatch)
     monkeypatch.setattr(Simulation, "_halt", halt)
@@ -406,5 +419,5 @@ def test_a_halt_needs_no_file(tmp_path: Path) -> None:
     halts.ask_if_due(2.9, 2, can_save=True)
     assert not halts.asked
     halts.ask_if_due(3.0, 2, can_save=True)
-    assert halts.asked and halts.continues_s(4.0, 3, 7) == 3.0 + 2.0 + 4.0
+    assert halts.asked and halts.continues_s(4.0, 3, 7, can_save=True) == 3.0 + 2.0 + 4.0
     assert [row["seq"] for row in recorder["starts"]] == [0, 7]
