@@ -131,9 +131,12 @@ def refuse_standstill(job: Job, key: str, idle: Sequence[bool]) -> None:
             f"{list(idle).index(True)}'s do by {key}: a worker's local steps end after a given time"
         )
     if stop.samples is None and stop.updates is None and sum(idle) >= paradigm.zero_time_workers(len(idle)):
+        remedies = "stop.samples or stop.updates"
+        if job.cluster.network is None:
+            remedies = f"[cluster.network], {remedies}"
         raise JobError(
             f"{key}: worker {list(idle).index(True)}'s iterations take 0 seconds: to be simulated such a job must have "
-            "[cluster.network], stop.samples or stop.updates"
+            f"{remedies}"
         )
 
 

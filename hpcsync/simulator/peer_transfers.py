@@ -14,6 +14,7 @@ from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
 from hpcsync.core.device_speed import Device, device, takes_no_time
 from hpcsync.core.peer_coordinator import ring_bytes
+from hpcsync.core.peer_machine import create_method
 from hpcsync.simulator.cluster import refuse_standstill
 from hpcsync.simulator.collectives import ring_allgather_alone_s, ring_allreduce, ring_alone_s
 from hpcsync.simulator.event_loop import Loop
@@ -187,12 +188,13 @@ def build(job: Job, workload: Workload) -> Workers:
         raise JobError(
             "cluster.compute: missing; a simulation must have it (or --times-from): it defines how long iterations take"
         )
-    if cluster.network is None or cluster.workers == 1:
-        idle = [
-            takes_no_time(cluster.compute, worker, cluster.workers) or not own_share(job, worker)
-            for worker in range(cluster.workers)
-        ]
-        refuse_standstill(job, "cluster.compute", idle)
+    alone, method = cluster.network is None or cluster.workers == 1, create_method(job)
+    idle = [
+        (takes_no_time(cluster.compute, worker, cluster.workers) or not own_share(job, worker))
+        and (alone or method.shares(worker))  # it transfers nothing itself
+        for worker in range(cluster.workers)
+    ]
+    refuse_standstill(job, "cluster.compute", idle)
     devices = [device(job, worker) for worker in range(cluster.workers)]
     return Workers(loop, devices, Links(loop, cluster.network, cluster.workers, replica_bytes(workload)))
 

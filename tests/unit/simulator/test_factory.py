@@ -919,6 +919,11 @@ def test_push_sum_keeps_enough_weight_without_returns(workload):
             {"workers": 1, "compute": {"model": "constant", "seconds": 0.0}, "network": {}},
             "cluster.compute: worker 0's iterations take 0 seconds",
         ),
+        (  # a passive worker, which transfers nothing itself
+            {"name": "ad-psgd"},
+            {"workers": 2, "compute": {"model": "constant", "seconds": [1.0, 0.0]}, "network": {}},
+            "cluster.compute: worker 1's iterations take 0 seconds: to be simulated such a job must have stop.samples",
+        ),
     ],
     ids=str,
 )
@@ -926,6 +931,13 @@ def test_what_cannot_be_simulated(paradigm, cluster, message):
     job = make_job(paradigm=paradigm, cluster=cluster, stop={"seconds": 1.0})
     with pytest.raises(JobError, match=f"^{message}"):
         build_workers(job, build(job))
+
+
+def test_an_active_worker_whose_iterations_take_no_time_waits_for_its_transfers():
+    compute = {"model": "constant", "seconds": [0.0, 1.0]}
+    cluster = {"workers": 2, "compute": compute, "network": {"latency_us": 1e5}}
+    job = make_job(paradigm={"name": "ad-psgd"}, cluster=cluster, stop={"seconds": 3.5})
+    build_workers(job, build(job))
 
 
 @pytest.mark.parametrize("paradigm", [ALLREDUCE, local(2), gossip("permutation")], ids=str)
