@@ -238,6 +238,7 @@ def _in_step(trace: Trace, job: Job, workload: Workload) -> tuple[Values, Values
     table["stop"] = {"samples": max(1, int(trace.tables["updates"]["samples"].max(initial=0)))}
     times = {"model": "constant", "seconds": 1.0}
     table["cluster"] = {"workers": job.cluster.workers, "servers": 0, "compute": times}
+    table["evaluation"].pop("seconds", None)  # so that every evaluation that may have been made is made
     again, rows = Job.from_table(table), _Rows()
     factory.simulation(again, workload, peer_transfers.build(again, workload), rows).run()
     recorded, made = (

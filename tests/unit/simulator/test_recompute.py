@@ -104,6 +104,15 @@ def test_a_worker_that_leaves(tmp_path: Path) -> None:
     assert found(trained(tmp_path, this)) == ALL_BITS
 
 
+def test_evaluations_that_take_time_are_all_recomputed(tmp_path: Path) -> None:
+    """In the recomputation an iteration takes 1 s, in which some of them would be left out."""
+    long = {"evaluation": {"every_samples": 24, "seconds": 3.0}}
+    compute = {"model": "constant", "seconds": 4.0}
+    trace = trained(tmp_path, job({"name": "allreduce"}, cluster={"workers": 3, "compute": compute}, **long))
+    evaluations = {check.name: check.n_checked for check in recompute(trace)}[EVALUATIONS]
+    assert evaluations == 2 * len(trace.tables["evaluations"]) > 60
+
+
 def test_weights_that_are_not_finite(tmp_path: Path) -> None:
     this = job({"name": "asp"}, optimizer={"name": "sgd", "lr": 1e200})
     assert simulate(this, tmp_path / "run", Console(quiet=True)) == 0
