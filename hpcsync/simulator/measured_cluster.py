@@ -30,6 +30,8 @@ LEAST = 30  # iterations of each worker, of which the first does not count
 def computation_s(trace: Trace, job: Job, extrapolate: bool = False) -> list[Rows]:
     """Return the seconds of loading and computing of each worker's local steps, without the first iteration.
 
+    Those that were cancelled are extrapolated to their full length.
+
     Parameters
     ----------
     trace
@@ -47,7 +49,9 @@ def computation_s(trace: Trace, job: Job, extrapolate: bool = False) -> list[Row
     rows = trace.tables["pushes" if trace.job.has_servers else "exchanges"]
     rows = rows[rows["batch_size"] > 0]
     assert not isinstance(job.workload, Script)
-    steps = np.maximum(rows["local_steps"], 1) if trace.job.has_servers else np.ones(len(rows), int)
+    steps, share = np.ones(len(rows), int), np.ones(len(rows))
+    if trace.job.has_servers:
+        steps, share = np.maximum(rows["local_steps"], 1), rows["share"]
     sizes = set(np.unique(rows["batch_size"] // steps).tolist())
     for name, needed, found, remedy in (
         ("cluster.workers", job.cluster.workers, {trace.n_workers}, "; with --extrapolate, further ones are drawn"),
@@ -57,7 +61,7 @@ def computation_s(trace: Trace, job: Job, extrapolate: bool = False) -> list[Row
         if others and not (extrapolate and remedy):
             measured = ", ".join(map(str, others))
             raise JobError(f"--from {trace.path}: must be of a run with {name} = {needed}, it has {measured}{remedy}")
-    seconds = (rows["load_s"] + rows["compute_s"]) / steps
+    seconds = (rows["load_s"] + rows["compute_s"] / share) / steps
     each = []
     for worker in range(trace.n_workers):
         own = rows["worker"] == worker

@@ -67,6 +67,15 @@ def test_times_are_those_of_the_workers_whatever_they_waited_for(simulated, para
     assert [np.log(seconds).std() for seconds in each] == pytest.approx([0.1] * 3, rel=0.4)
 
 
+def test_times_of_cancelled_iterations_are_those_of_whole_ones(simulated):
+    """The slow worker is cancelled after half, or three quarters, of its batch."""
+    table = job(compute={"model": "constant", "seconds": [1.0, 1.0, 1.6]}).model_dump(exclude_none=True)
+    trace = simulated(Job.from_table({**table, "paradigm": {"name": "k-sync", "k": 2, "cancel": "abort"}}))
+    slow = trace.tables["pushes"]["worker"] == 2
+    assert (trace.tables["pushes"]["share"][slow] < 1.0).mean() > 0.9
+    assert [seconds.mean() for seconds in computation_s(trace, job())] == pytest.approx([1.0, 1.0, 1.6])
+
+
 def test_other_workers_other_batches_and_too_short_a_run_are_refused(simulated):
     trace, one = simulated(job()), job()
     table = one.model_dump(exclude_none=True)
