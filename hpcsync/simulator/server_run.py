@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from hpcsync.config.job import Job
 from hpcsync.core.assignments import create_assignments
@@ -264,12 +263,24 @@ class ServerSimulation(Simulation):
         self._watch(now_s, self.coordinator)
 
     def _carry_out(self, commands: Sequence[Command]) -> None:
+        contributing: set[int] = set()  # workers whose contributions a later update takes
+        if self._update_s:
+            contributing.update(*(each.workers for each in commands if isinstance(each, UpdateCommand)))
+        reserved: list[Callable[[], None]] = []  # transfers of grants that the next update sends, as on real servers
         for command in commands:
             if isinstance(command, Grant):
-                self._carry_out_grant(command)
+                transfer = self._granted(command)
+                if command.worker in contributing:
+                    reserved.append(transfer)
+                else:
+                    self._once_updated(transfer)
             elif isinstance(command, UpdateCommand):
                 self._updated(*self._numerics.apply(command))
                 self._spend(max(1, len(command.workers)) * self._update_s)
+                contributing.difference_update(command.workers)
+                for transfer in reserved:
+                    self._once_updated(transfer)
+                reserved.clear()
             elif isinstance(command, AccumulateCommand):
                 self._numerics.accumulate(command)
                 self._spend(self._update_s)
@@ -290,21 +301,21 @@ class ServerSimulation(Simulation):
         if seconds:
             self._free_s = max(self._free_s, self._loop.now_s) + seconds
 
-    def _carry_out_grant(self, grant: Grant) -> None:
+    def _granted(self, grant: Grant) -> Callable[[], None]:
+        """Let the worker have a grant; return what begins its transfer."""
         state = self._workers[grant.worker]
         if not state.machine.granted(grant):
-            self._once_updated(self._transfers.stop, grant.worker, grant.iteration, self._stopped)
-            return
+            return partial(self._transfers.stop, grant.worker, grant.iteration, self._stopped)
         (self._numerics.join if state.joins else self._numerics.grant)(grant.worker)
         state.joins = False
-        self._once_updated(self._transfers.pull, grant.worker, grant.iteration, self._begin)
+        return partial(self._transfers.pull, grant.worker, grant.iteration, self._begin)
 
-    def _once_updated(self, transfer: Callable[..., None], *args: Any) -> None:
+    def _once_updated(self, transfer: Callable[[], None]) -> None:
         """Begin a transfer once the servers have made all updates that were commanded before it."""
         if self._free_s > self._loop.now_s:
-            self._loop.at(self._free_s, transfer, *args)
+            self._loop.at(self._free_s, transfer)
         else:
-            transfer(*args)
+            transfer()
 
     def _step_samples(self, grant: Grant) -> int:
         return grant.step_samples or self._batch_size

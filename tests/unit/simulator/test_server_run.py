@@ -342,6 +342,29 @@ def test_a_server_adds_up_the_contributions_before_it_grants(tmp_path, workers, 
     assert failed(trace) == []
 
 
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_a_grant_that_precedes_an_update_is_sent_after_it(tmp_path, workers, monkeypatch):
+    """As on real servers under EASGD: workers read the centre as it was before their update, but only once it is made.
+
+    The control begins these transfers at once.
+    """
+    job = timing_job(
+        workers=workers,
+        paradigm={"name": "easgd", "period": 1, "synchronous": True},
+        stop={"updates": 5},
+        cluster=UPDATES,
+    )
+
+    def made_s(path):
+        trace = simulate(job, path)
+        assert failed(trace) == []
+        return trace.tables["updates"]["now_s"]
+
+    assert made_s(tmp_path / "trace.h5") == pytest.approx(1.0 + np.arange(5) * (1.0 + workers * 4e-3), rel=1e-9)
+    monkeypatch.setattr(ServerSimulation, "_once_updated", lambda self, transfer: transfer())
+    assert made_s(tmp_path / "control.h5") == pytest.approx(1.0 + np.arange(5), rel=1e-9)
+
+
 @pytest.mark.parametrize("paradigm", PARADIGMS, ids=str)
 def test_a_busy_server_handles_one_push_after_the_other(tmp_path, paradigm):
     """Iterations take a tenth of what the server needs for the pushes of all workers."""
