@@ -27,6 +27,7 @@ from hpcsync.core.device_speed import Device, encode_s, update_s
 from hpcsync.core.straggler_detector import NoDetector
 from hpcsync.core.worker_machine import WorkerMachine
 from hpcsync.paradigms import Elapsed, Grant, Paradigm
+from hpcsync.paradigms.records import Problem
 from hpcsync.simulator.cluster import SimulatedCluster
 from hpcsync.simulator.gradients import Work
 from hpcsync.simulator.run import Judged, Simulation, Watch
@@ -249,7 +250,7 @@ class ServerSimulation(Simulation):
             return
         now_s, state = self._loop.now_s, self._workers[worker]
         encode_s, duration_s = state.sent_s - state.end_s, put_s - state.sent_s
-        problem = self._problem_of(state.loss)
+        problem = self._problem_of(state.loss) if state.machine.share == 1.0 else Problem.NONE
         push_info = state.machine.delivered(
             state.loss, encode_s, duration_s, state.wire_bytes, problem=problem, gradient_sq=state.gradient_sq
         )

@@ -10,6 +10,7 @@ import torch
 from hpcsync import paradigms
 from hpcsync.audit.trace_audit import audit
 from hpcsync.core.assignments import create_paradigm
+from hpcsync.paradigms.records import Problem
 from hpcsync.report.summary import summarize
 from hpcsync.simulator import cluster
 from hpcsync.simulator.server_run import ServerSimulation
@@ -363,6 +364,21 @@ def test_a_grant_that_precedes_an_update_is_sent_after_it(tmp_path, workers, mon
     assert made_s(tmp_path / "trace.h5") == pytest.approx(1.0 + np.arange(5) * (1.0 + workers * 4e-3), rel=1e-9)
     monkeypatch.setattr(ServerSimulation, "_once_updated", lambda self, transfer: transfer())
     assert made_s(tmp_path / "control.h5") == pytest.approx(1.0 + np.arange(5), rel=1e-9)
+
+
+def test_a_cancelled_gradient_has_no_problem(tmp_path):
+    """As on real ranks: nothing of it is used. The control is a gradient that is pushed."""
+    job = make_job(
+        workload={**LINEAR, "batch_size": 16},
+        optimizer={"name": "sgd", "lr": 1e200},
+        paradigm={"name": "k-sync", "k": 1, "cancel": "abort"},
+        cluster={"workers": 2, "compute": {"model": "constant", "seconds": [1.0, 1.5]}},
+    )
+    pushes = simulate(job, tmp_path / "trace.h5").tables["pushes"]
+    lost = pushes[~np.isfinite(pushes["loss"])]
+    problems = {int(worker): set(lost[lost["worker"] == worker]["problem"].tolist()) for worker in (0, 1)}
+    assert problems == {0: {Problem.LOSS_NOT_FINITE}, 1: {Problem.NONE}}
+    assert (lost[lost["worker"] == 1]["share"] < 1.0).all()
 
 
 @pytest.mark.parametrize("paradigm", PARADIGMS, ids=str)
