@@ -177,11 +177,12 @@ class Recorder:
         return Measured(socket.gethostname(), np.array(self.steps), np.array(numbers_s[1:]), copy_s)
 
     def loading(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Yield the batches of a loader, and measure how long each takes to come."""
-        batches = iter(loader)
+        """Yield the batches of a loader, and measure how long each takes to come, with the start of its processes."""
+        batches = None
         while True:
             begin_s = time.perf_counter()
             try:
+                batches = iter(loader) if batches is None else batches
                 batch = next(batches)
             except StopIteration:
                 return

@@ -1,6 +1,7 @@
 """The trace that `hpcsync.record` writes: rows in closed form from the durations of two processes."""
 
 import math
+import time
 from contextlib import contextmanager
 
 import numpy as np
@@ -222,6 +223,24 @@ def test_samples_of_a_validation_are_not_trained_on(validates, samples, module, 
             module(torch.ones(1000, 4))
         train(module, 2)
     assert [step.samples for step in recorder.steps] == [8, 8, samples, 8]
+
+
+class Starting:
+    """A loader that takes a time to start, as one with processes does."""
+
+    def __iter__(self):
+        time.sleep(0.2)
+        return iter([1, 2])
+
+
+def test_the_start_of_a_loader_is_loading(module, tmp_path):
+    with record(tmp_path / "run") as recorder:
+        train(module, 1)
+        for _ in recorder.loading(Starting()):
+            train(module, 1)
+        train(module, 1)
+    load_s = [step.load_s for step in recorder.steps]
+    assert load_s[1] > 0.2 > max(load_s[2:]) and load_s[0] == 0.0
 
 
 def test_nothing_is_measured_after_the_block(module, tmp_path):
