@@ -82,7 +82,8 @@ def build(job: Job, workload: Workload, recorded: RecordedRun | None = None) -> 
     devices = [device(job, worker) for worker in range(cluster.workers)]
     idle = [takes_no_time(cluster.compute, worker, cluster.workers) for worker in range(cluster.workers)]
     local = cluster.colocated and cluster.servers == 1  # then worker 0 has all servers on its node
-    if cluster.network is None or job.paradigm.timed_steps or (local and cluster.network.latency_us == 0.0):
+    measured = job.paradigm.timed_steps or job.batches.policy != "equal"  # computations, not transfers
+    if cluster.network is None or measured or (local and cluster.network.latency_us == 0.0):
         refuse_standstill(job, "cluster.compute", idle)
     if cluster.network is not None:
         networked = Networked(loop, cluster.network, roles, shard_bytes, colocated=cluster.colocated)

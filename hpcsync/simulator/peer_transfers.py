@@ -189,6 +189,7 @@ def build(job: Job, workload: Workload) -> Workers:
             "cluster.compute: missing; a simulation must have it (or --times-from): it defines how long iterations take"
         )
     alone, method = cluster.network is None or cluster.workers == 1, create_method(job)
+    alone = alone or job.batches.policy != "equal"  # whose sizes follow from computations, not from transfers
     idle = [
         (takes_no_time(cluster.compute, worker, cluster.workers) or not own_share(job, worker))
         and (alone or method.shares(worker))  # it transfers nothing itself

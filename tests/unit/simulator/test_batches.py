@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from hpcsync.config.errors import JobError
 from hpcsync.core import coordinator
 from hpcsync.core.assignments import create_assignments
 from hpcsync.planning.batch_allocation import Allocator
@@ -284,3 +285,14 @@ def test_equal_batches_need_no_predictor(tmp_path):
     assert len(trace.tables["decisions"]) == 0
     assert math.isnan(trace.tables["pushes"]["predicted_fixed_s"][0])
     assert set(trace.tables["grants"]["first_sample"].tolist()) == {-1}
+
+
+@pytest.mark.parametrize("cluster", [{}, {"network": {"bandwidth_gbit": 10}}], ids=["", "network"])
+@pytest.mark.parametrize("paradigm", ["bsp", "allreduce"])
+def test_a_worker_that_computes_in_no_time_has_no_speed_to_allocate_by(paradigm, cluster, tmp_path):
+    """Its estimate would never be known, and all batches would stay equal."""
+    without = {"servers": 0} if paradigm == "allreduce" else {}
+    settings = {"paradigm": {"name": paradigm}, "cluster": {**cluster, **without}}
+    run(tmp_path / "control.h5", {"policy": "equal-finish"}, seconds=(0.01, 1.0), **settings)
+    with pytest.raises(JobError, match='batches.policy = "equal-finish": must be "equal" where iterations take 0 sec'):
+        run(tmp_path / "run.h5", {"policy": "equal-finish"}, seconds=(0.0, 1.0), **settings)
