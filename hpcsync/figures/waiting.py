@@ -1,6 +1,6 @@
 """Figure `waiting`: shares of loading, compute, wait and transfer in the time of each worker and of all workers.
 
-Time between the iterations of a run without servers stays white.
+The time of compressing pushes, and without servers that between iterations, stays white.
 
 Workers wait for grants, or for each other in a run without servers. Traces of one job with different seeds share a
 panel: bars are the mean shares, and the whisker at the end of each part is the 95 % interval of its mean share, or with
@@ -24,7 +24,7 @@ from hpcsync.report.variants import mean_and_band
 from hpcsync.trace.reader import Trace, TraceError
 
 COLUMNS = {"load": "load_s", "compute": "compute_s", "wait": "wait_s", "transfer": "comm_s"}
-MENTIONED = 0.01  # share of a worker's time from which on the time between iterations is mentioned
+MENTIONED = 0.01  # share of a worker's time from which on the rest of its time is mentioned
 INK = {"transfer": "white", "compute": "white"}  # colour of the text on a bar; black elsewhere
 
 
@@ -102,12 +102,11 @@ def mean_shares(group: Sequence[Trace], workers: int) -> pd.DataFrame:
 def shares(trace: Trace) -> pd.DataFrame:
     """Return seconds and shares of the activities: the first row is for all workers, then one per worker.
 
-    Shares are of the sum of the activities and, without servers, of the time between iterations.
+    Shares are of the sum of the activities, the time of compressing and, without servers, that between iterations.
     """
     sums = plotting.iterations(trace).groupby("worker")[list(COLUMNS.values())].sum()
     between = Between(trace.n_workers)
-    if not trace.job.has_servers:
-        between.add(trace.tables["exchanges"])
+    between.add(trace.tables["pushes" if trace.job.has_servers else "exchanges"])
     sums["between_s"] = between.seconds[sums.index]
     frame = pd.concat([sums.sum().to_frame("all").T, sums])
     total_s = frame.sum(axis=1)

@@ -25,7 +25,7 @@ PART_NAMES = {
     "compute": "compute",
     "wait": "wait",
     "comm": "communication",
-    "between": "between iterations",
+    "between": "compression, between iterations",
 }
 
 

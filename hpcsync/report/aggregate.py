@@ -30,7 +30,7 @@ class Tally:
     parts_s
         Seconds of load, compute, wait and comm.
     between
-        Time between iterations.
+        Time of compressing and between iterations.
     averages
         Averages in which a worker took part, whichever side began them; None unless pairs of workers average.
     outdated
@@ -107,6 +107,7 @@ class Tally:
         self.steps_max = max(self.steps_max, int(rows["local_steps"].max(initial=0)))
         self._add_drops(rows[rows["outcome"] == Outcome.DROPPED])
         np.add.at(self.samples_computed, rows["worker"], rows["share"] * rows["batch_size"])
+        self.between.add(rows)
         self._add_costs(rows)
         self._add_problems(rows)
         if self.encode_s is not None:
@@ -193,13 +194,14 @@ class Tally:
     def about_commits(self) -> dict[str, Any]:
         """Return the fields of a summary about stages, commits and compression."""
         adsp, total_s = self.commits is not None, sum(float(sums_s.sum()) for sums_s in self.parts_s.values())
+        total_s += float(self.between.seconds.sum())  # which includes encode_s
         encode_s = math.nan if self.encode_s is None else float(self.encode_s.sum())
         return {
             "coarse_s": self.began_s.get(1),
             "fine_s": self.began_s.get(2),
             "commits": self.commits,
             "commits_apart": int(np.ptp(self.pushes)) if adsp else None,
-            "encode_share": None if math.isnan(encode_s) or not total_s else encode_s / (total_s + encode_s),
+            "encode_share": None if math.isnan(encode_s) or not total_s else encode_s / total_s,
         }
 
     def has_occurred(self, event: ClusterEvent) -> bool:

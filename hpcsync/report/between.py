@@ -1,4 +1,4 @@
-"""Time of workers between their iterations, in a run without servers: steps of the optimizer and other work."""
+"""Time of workers beside loading, computing, waiting and transfers: compression, steps of the optimizer, other work."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import numpy as np
 
 from hpcsync.trace.schema import Rows
 
-WORDS = "steps of the optimizer and other work between iterations"
+WORDS = "compression, steps of the optimizer and other work between iterations"
 
 
 class Between:
-    """Sum over the rows of /exchanges, added slice by slice.
+    """Sum over the rows of /pushes, or of /exchanges, added slice by slice.
 
-    With servers there is no such time: that from one push to the next is in the columns of /pushes.
+    With servers it is the time of compressing pushes: all other time from one push to the next is in other columns.
 
     Attributes
     ----------
@@ -25,7 +25,10 @@ class Between:
         self._ended_s = np.full(n_workers, np.nan)  # end of each worker's last iteration
 
     def add(self, rows: Rows) -> None:
-        """Add the next rows of /exchanges."""
+        """Add the next rows."""
+        if "encode_s" in (rows.dtype.names or ()):
+            np.add.at(self.seconds, rows["worker"], np.nan_to_num(rows["encode_s"]))
+            return
         rows = rows[rows["batch_size"] > 0]
         rows = rows[np.lexsort((rows["iteration"], rows["worker"]))]
         worker, ends_s = rows["worker"], rows["end_s"] + rows["wait_s"] + rows["comm_s"]

@@ -85,8 +85,8 @@ class Explanation(NamedTuple):
     parts_s
         Seconds of each part of the iterations, shape (n_workers, 4), in the order of `PARTS`.
     between_s
-        Time of each worker between its iterations, such as that of its optimizer's step, shape (n_workers,); 0 with
-        servers, where it is in the other columns.
+        Time of each worker between its iterations, such as that of its optimizer's step, or with servers that of
+        compressing; shape (n_workers,).
     iteration_s
         Mean time of a local step of each worker without waiting and transfers, shape (n_workers,); NaN without one.
     waits
@@ -136,8 +136,7 @@ def explain(trace: Trace | TraceFile) -> Explanation:
             parts_s[:, i] += np.bincount(rows["worker"], np.nan_to_num(rows[f"{part}_s"]), n_workers)
         steps = rows["local_steps"] * rows["share"] if served else rows["batch_size"] > 0
         n_steps += np.bincount(rows["worker"], steps, n_workers)
-        if not served:
-            others.add(rows)
+        others.add(rows)
         duration_s = max(duration_s, float(rows["now_s"].max(initial=0.0)))
     for rows in trace.slices("updates"):
         duration_s = max(duration_s, float(rows["now_s"].max(initial=0.0)))
@@ -203,7 +202,7 @@ def _on_waits(found: Explanation) -> Iterator[str]:
         ("for a cause that is not in the trace", found.waits.unknown_s),
     )
     for what, seconds in others:
-        share = float(seconds.sum()) / (float(found.parts_s.sum()) or 1.0)
+        share = float(seconds.sum()) / (float(found.parts_s.sum() + found.between_s.sum()) or 1.0)
         if share >= WORTH_S:
             yield f"{_percent(share)} of all workers' time was waiting {what}."
 

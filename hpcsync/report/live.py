@@ -61,8 +61,8 @@ class Workers(BaseModel):
     staleness
         Mean staleness of the applied pushes, in updates; None without servers, or before the first push.
     load, compute, wait, comm
-        Shares of the worker's time, from 0 to 1, without servers also of that between iterations, as in a summary; None
-        before the first iteration.
+        Shares of the worker's time, from 0 to 1, of which the rest is compression or lies between iterations, as in a
+        summary; None before the first iteration.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -174,7 +174,7 @@ class RowTally:
     seconds
         Time spent, float64 of shape (len(PARTS), n_workers).
     between
-        Time between iterations.
+        Time of compressing and between iterations.
     """
 
     def __init__(self, n_workers: int) -> None:
@@ -189,9 +189,8 @@ class RowTally:
         """Add rows of a table, in the order of the trace."""
         if table in ("pushes", "exchanges"):
             self._add_times(rows)
-        if table == "exchanges":
             self.between.add(rows)
-        elif table == "pushes":
+        if table == "pushes":
             applied = rows["outcome"] == Outcome.APPLIED
             self._staleness += self._sums(rows["worker"], rows["staleness"] * applied)
             self._n_applied += self._sums(rows["worker"], applied)

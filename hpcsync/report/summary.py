@@ -46,8 +46,8 @@ class WorkerSummary(BaseModel):
     averages
         Number of averages in which the worker took part, whichever side began them; only where pairs average.
     load_share, compute_share, wait_share, comm_share, between_share
-        Shares of loading, compute, wait, communication and, without servers, of the time between iterations in their
-        sum; None before the first iteration.
+        Shares of loading, compute, wait, communication, and of compression (with servers) or the time between
+        iterations (without), in their sum; None before the first iteration.
     staleness_mean, staleness_max
         Staleness of the applied pushes, in updates.
     start_gap_max_iters, push_gap_max_iters

@@ -90,8 +90,7 @@ def side(trace: Trace, samples: int) -> Side:
     rows = rows[rows["now_s"] <= time_s]
     wait_s, comm_s = (float(rows[column].sum()) for column in ("wait_s", "comm_s"))
     between = Between(trace.n_workers)
-    if not trace.job.has_servers:
-        between.add(rows)
+    between.add(rows)
     others_s = sum(float(rows[column].sum()) for column in ("load_s", "compute_s")) + float(between.seconds.sum())
     total_s = others_s + wait_s + comm_s
     return Side(

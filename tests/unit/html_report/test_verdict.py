@@ -89,8 +89,8 @@ def test_a_slow_worker_whose_iterations_are_cancelled_is_as_slow_as_in_the_expla
 
 def test_time_between_iterations_is_named() -> None:
     assert sentences(bsp=[run(9.5, [(0, 3, 1, 0, 4), (0, 3, 1, 0, 4)])])[1] == (
-        "Workers computed 38 % of their time, waited 12 %, and communicated 0 %; 50 % was steps of the optimizer and "
-        "other work between iterations."
+        "Workers computed 38 % of their time, waited 12 %, and communicated 0 %; 50 % was compression, steps of "
+        "the optimizer and other work between iterations."
     )
 
 

@@ -7,7 +7,7 @@ from hpcsync.figures import waiting
 from hpcsync.html_report import run_data
 from hpcsync.report import live, trace_pair
 from hpcsync.report.between import Between
-from hpcsync.report.explanation import explain
+from hpcsync.report.explanation import explain, sentences
 from hpcsync.report.summary import summarize
 from hpcsync.trace.writer import TraceWriter
 from tests.unit.report.test_summary import text
@@ -61,6 +61,31 @@ def test_shares_add_up_to_the_same_total_everywhere(trace, tmp_path):
     control = summarize(with_gaps(trace, -GAP_S))
     assert [worker.between_share for worker in control.workers] == pytest.approx([0.0] * 4, abs=1e-9)
     assert "other" not in text(control)
+
+
+def test_compression_counts_in_the_total_everywhere(tmp_path):
+    trace = record('name = "bsp"\n[compression]\nname = "sign"', updates=12, jitter=0.3)
+    rows = trace.tables["pushes"]
+    times = ("load_s", "compute_s", "wait_s", "comm_s", "encode_s")
+    parts_s = np.array([[rows[name][rows["worker"] == w].sum() for name in times] for w in range(3)])
+    shares = parts_s / parts_s.sum(axis=1)[:, None]
+    assert (shares[:, 4] > 0.01).all()
+
+    summary, found = summarize(trace), explain(trace)
+    names = ("load", "compute", "wait", "comm", "between")
+    in_summary = [[getattr(worker, f"{name}_share") for name in names] for worker in summary.workers]
+    np.testing.assert_allclose(in_summary, shares, atol=1e-9)
+    of_all = parts_s.sum(axis=0) / parts_s.sum()
+    assert (summary.wait_share, summary.encode_share) == pytest.approx((of_all[2], of_all[4]))
+    assert any("compression, steps of the optimizer" in line for line in sentences(found, None))
+    drawn = waiting.shares(trace)
+    np.testing.assert_allclose(
+        drawn.loc["all", [f"{p}_share" for p in waiting.COLUMNS]].tolist(), of_all[:4], atol=1e-9
+    )
+    watched = live.RowTally(3)
+    watched.add("pushes", rows)
+    np.testing.assert_allclose(watched.shares.T, shares[:, :4], atol=1e-9)
+    assert trace_pair.side(trace, summary.samples).wait_share == pytest.approx(of_all[2])
 
 
 def test_slices_add_up(trace):
