@@ -50,11 +50,11 @@ def draw(traces: list[Trace]) -> list[Drawing]:
         for axis, x in zip(row, AGAINST, strict=True):
             of_quantity = frame[frame["quantity"] == quantity]
             panel = of_quantity[of_quantity[x].notna()]
-            is_log = quantity == "loss" and (of_quantity["mean"] > 0).all()
-            if is_log:
-                bottom = plotting.log_bottom(of_quantity)
-                panel = panel.assign(low=panel["low"].clip(lower=bottom))
             targets = {value for trace in first if (value := target(trace, quantity)) is not None}
+            is_log = quantity == "loss" and (of_quantity["mean"] > 0).all() and all(value > 0 for value in targets)
+            if is_log:
+                bottom = min([plotting.log_bottom(of_quantity), *(0.9 * value for value in targets)])
+                panel = panel.assign(low=panel["low"].clip(lower=bottom))
             draw_panel(axis, panel, x, looks, sorted(targets))
             if is_log:
                 plotting.set_log_scale(axis, bottom)

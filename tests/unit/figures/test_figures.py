@@ -56,9 +56,13 @@ def write(folder, trace, name="run"):
     return run
 
 
-def with_seed(trace, seed):
-    job = trace.job.model_copy(update={"seed": seed})
+def with_job_changes(trace, **changes):
+    job = trace.job.model_copy(update=changes)
     return dataclasses.replace(trace, attributes={**trace.attributes, "job": job.to_toml()})
+
+
+def with_seed(trace, seed):
+    return with_job_changes(trace, seed=seed)
 
 
 def hpcsync(*arguments) -> Result:
@@ -343,6 +347,15 @@ def test_controllers_of_several_traces_are_several_figures(tmp_path):
     runs = [write(tmp_path, record(mode, (1.0, 3.0), updates=20), mode) for mode in ("dssp", "paper")]
     draw("controller", tmp_path, *runs, stem="controller-dssp-s-1-to-5")
     draw("controller", tmp_path, *runs, stem="controller-dssp-s-1-to-5-paper-mode")
+
+
+def test_controllers_of_jobs_with_similar_names_are_several_files(tmp_path):
+    runs = [
+        write(tmp_path, with_job_changes(record("dssp", (1.0, 3.0), updates=20), name=name), name)
+        for name in ("a.b", "a-b")
+    ]
+    assert hpcsync("figure", "controller", *runs, "--out", tmp_path / "figures" / "c.csv").exit_code == 0
+    assert len([*(tmp_path / "figures").iterdir()]) == 2
 
 
 def test_adaptive_shows_every_k_and_every_batch_size(tmp_path):
@@ -700,9 +713,7 @@ def test_activities_differ_in_grey():
 
 
 def with_target(trace, **targets):
-    stop = trace.job.stop.model_copy(update=targets)
-    job = trace.job.model_copy(update={"stop": stop})
-    return dataclasses.replace(trace, attributes={**trace.attributes, "job": job.to_toml()})
+    return with_job_changes(trace, stop=trace.job.stop.model_copy(update=targets))
 
 
 def test_accuracy_marks_when_each_run_reached_the_target(tmp_path):

@@ -84,6 +84,18 @@ def test_texts_lie_in_the_figure_and_do_not_overlap(name, width):
             assert 7 <= min(sizes) <= max(sizes) <= 8
 
 
+@pytest.mark.parametrize("target", [1e-4, 0.5, 30.0, -1.0])
+def test_a_target_that_is_far_away_lies_in_the_panel(target):
+    traces = [with_target(record("asp", updates=20), target_loss=target)]
+    with plotting.style():
+        (drawing,) = figures.draw("accuracy", traces)
+        assert faults(drawing.figure) == []
+        for axes in drawing.figure.axes[2:]:
+            least, most = axes.get_ylim()
+            assert least < target < most
+            assert axes.get_position().height > 0.2
+
+
 def test_control_a_long_title_and_two_texts_in_one_place_are_found():
     with plotting.style(3.5):
         (drawing,) = figures.draw("consensus", traces_of("consensus"), width=3.5)
