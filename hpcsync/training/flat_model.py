@@ -70,6 +70,14 @@ class SquaredNorm:
         return math.inf if math.isnan(square) else square
 
 
+def laid_out_as(parameter: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return values of a parameter's shape in a new tensor of its strides.
+
+    torch's fused optimizers take the n-th elements in memory of a parameter, its gradient and its state together.
+    """
+    return torch.empty_like(parameter, dtype=dtype).copy_(values)
+
+
 def flat_dtype(parameters: Sequence[nn.Parameter]) -> torch.dtype:
     """Return the type of a flat vector that holds these parameters exactly: float32, or float64 if one of them is.
 
@@ -204,7 +212,8 @@ class FlatModel:
         """Give the parameters for which `present` is true their gradients, which were changed in `gradient`."""
         for parameter, view, changed in zip(self._parameters, self._gradient_views, present, strict=True):
             if changed:
-                parameter.grad = view if parameter.dtype == view.dtype else view.to(parameter.dtype)
+                same = parameter.dtype == view.dtype
+                parameter.grad = view if same else laid_out_as(parameter, view, parameter.dtype)
 
     def move_gradient(self, buffer: torch.Tensor) -> None:
         """Move the gradient into `buffer`, a 1-D tensor of `size` elements of the same type."""

@@ -31,7 +31,7 @@ import torch
 from hpcsync.config.errors import JobError
 from hpcsync.config.torch_optimizers import IMPLEMENTATION
 from hpcsync.state import built, plain
-from hpcsync.training.flat_model import FlatModel
+from hpcsync.training.flat_model import FlatModel, laid_out_as
 from hpcsync.training.optimizers import ELEMENTWISE, ServerOptimizer, WorkerOptimizer
 
 CUT = 64  # a multiple of the vector width of torch's kernels on any CPU
@@ -117,6 +117,7 @@ class ScriptOptimizers:
         self._rates: list[float] = []  # of all groups, as last told
         owner = {id(p): index for index, each in enumerate(optimizers) for p in parameters_of(each)}
         self.owner = [owner[id(p)] for p in flat.parameters]  # index of each parameter's optimizer
+        _lay_out_kept(optimizers)  # the flat model may have laid out parameters anew
 
     @property
     def n_stated(self) -> int:
@@ -241,10 +242,12 @@ class ScriptOptimizers:
                 if isinstance(value, torch.Tensor) and value.numel() == part.stop - part.start != 1:
                     whole = state.get(key)
                     if not isinstance(whole, torch.Tensor) or whole.shape != parameter.shape:
-                        state[key] = whole = torch.zeros_like(parameter, dtype=value.dtype)
+                        whole = torch.zeros_like(parameter, dtype=value.dtype)
+                    state[key] = whole = whole.contiguous()
                     whole.view(-1)[part] = value.reshape(-1).to(whole.device)
                 else:
                     state[key] = value.to(parameter.device) if isinstance(value, torch.Tensor) else value
+        _lay_out_kept(self.optimizers)
 
     @property
     def _elementwise(self) -> bool:
@@ -711,3 +714,14 @@ def _restore_kept(optimizers: Sequence[torch.optim.Optimizer], saved: Sequence[d
     for optimizer, kept in zip(optimizers, saved, strict=True):
         groups = optimizer.state_dict()["param_groups"]
         optimizer.load_state_dict({"state": kept, "param_groups": groups})
+    _lay_out_kept(optimizers)
+
+
+def _lay_out_kept(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Lay out what is kept of each parameter as the parameter is, such as with its channels last."""
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                    if value.stride() != parameter.stride():
+                        state[key] = laid_out_as(parameter, value, value.dtype)

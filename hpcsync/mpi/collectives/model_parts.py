@@ -162,7 +162,7 @@ class SeparatedLayers(Layers):
     def complete(self, flat: FlatModel, read: Read, buffers: Buffers) -> float:
         """Read the layers below the cut; on rank 0, which has those above it."""
         vectors = buffers.packed(), buffers.new()
-        assert _read_parts([p.detach().view(-1) for p in self._all_below], self.first, read, vectors[1])
+        assert _read_parts([p.detach() for p in self._all_below], self.first, read, vectors[1])
         buffers.adopt(vectors, self._owners)
         return self._distance
 
@@ -174,11 +174,11 @@ class SeparatedLayers(Layers):
 
 def _read_parts(parts: Sequence[torch.Tensor], worker: int, read: Read, buffers: torch.Tensor) -> bool:
     """Fill these tensors, in this order, from the worker's published replica; return whether it could be read."""
-    vector = torch.cat(list(parts))
+    vector = torch.cat([part.flatten() for part in parts])
     if not read(worker, vector, None, buffers):
         return False
-    for part, values in zip(parts, vector.split([len(part) for part in parts]), strict=True):
-        part.copy_(values)
+    for part, values in zip(parts, vector.split([part.numel() for part in parts]), strict=True):
+        part.copy_(values.view(part.shape))
     return True
 
 

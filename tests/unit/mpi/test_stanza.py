@@ -209,7 +209,8 @@ def test_a_script_trains_its_model_in_two_halves(comm, folder, as_loader):
     y = x.sum((2, 3)).argmax(1)
     data = torch.utils.data.TensorDataset(x, y)
     torch.manual_seed(5)
-    model = check(job(2)).model
+    layout = torch.channels_last if as_loader else torch.contiguous_format
+    model = check(job(2)).model.to(memory_format=layout)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     expected, seen = _plainly(model, data, n_batches=max(1, comm.size - 1)), 0
     options = {"cut": "classifier"}

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+
+import pytest
 import torch
 
-from hpcsync.training.script_optimizers import unscale
+from hpcsync.training.flat_model import FlatModel
+from hpcsync.training.script_optimizers import OfShard, ScriptOptimizers, unscale
 
 
 class Scale:
@@ -26,3 +30,62 @@ def test_the_scale_of_a_scaler_is_read_once_for_all_parameters():
     unscale(optimizer)
     assert parameters[0].grad is None and all((parameter.grad == 2).all() for parameter in parameters[1:])
     assert scale.n_read == 1
+
+
+# ---- channels last: the n-th element in memory is not the n-th of the flat vector ----
+
+SHAPE = (4, 3, 2, 2)
+
+
+def convolution(dtype: torch.dtype) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A layer and its optimizer after a step, which has kept moments."""
+    torch.manual_seed(1)
+    model = torch.nn.Conv2d(SHAPE[1], SHAPE[0], SHAPE[2], bias=False).to(dtype, memory_format=torch.channels_last)
+    adam = torch.optim.Adam(model.parameters(), lr=0.1, fused=True)
+    give_gradient(model, 0)
+    adam.step()
+    return model, adam
+
+
+def give_gradient(model: torch.nn.Module, seed: int) -> None:
+    gradient = torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed)).to(model.weight.dtype)
+    model.weight.grad = torch.empty_like(model.weight).copy_(gradient)
+
+
+def expected(dtype: torch.dtype) -> torch.Tensor:
+    model, adam = convolution(dtype)
+    give_gradient(model, 1)
+    adam.step()
+    return model.weight.detach()
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_fused_step_is_that_of_the_script_where_channels_are_last(dtype, resumed):
+    model, adam = convolution(dtype)
+    flat = FlatModel(model, list(model.parameters()))
+    script = ScriptOptimizers([adam], flat)
+    own = script.on_worker(flat.weights)
+    if resumed:  # arrays are contiguous in a checkpoint
+        state = copy.deepcopy(own.state())
+        state["kept"][0][0]["exp_avg"] = state["kept"][0][0]["exp_avg"].contiguous()
+        own.restore(state)
+    give_gradient(model, 1)
+    flat.gather_gradient()
+    own.step(flat.gradient, 1.0)
+    assert torch.equal(model.weight.detach(), expected(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_servers_have_kept_is_laid_out_as_the_parameter(dtype):
+    model, adam = convolution(dtype)
+    moment = adam.state[model.weight]["exp_avg"].clone()
+    flat = FlatModel(model, list(model.parameters()))
+    script = ScriptOptimizers([adam], flat)
+    row = torch.nn.Parameter(flat.weights.clone())
+    kept = OfShard(script, slice(0, flat.size)).on_server(row).kept_pieces()
+    adam.state.clear()
+    script.adopt(kept)
+    found = adam.state[model.weight]["exp_avg"]
+    assert torch.equal(found, moment) and found.stride() == model.weight.stride()
+    assert (dtype == torch.float32) == model.weight.is_contiguous(), "only the flat vector's own type is a view"
