@@ -324,6 +324,11 @@ class Iterations(Stateful):
                 self._lengths[epoch] = self._used + self._drawn - before
                 raise
             if length is None:
+                if batches.counted() == 0 and epochs.stop == sys.maxsize:
+                    raise JobError(
+                        f"shard: worker {self._worker} has no batch in a training epoch, of which it would read one "
+                        "after the other: each worker needs a batch"
+                    )
                 self._lengths[epoch] = batches.counted()
                 self._skip = max(0, skip - batches.counted())
                 self._say(batches.ended())

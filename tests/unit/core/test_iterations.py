@@ -17,6 +17,14 @@ from tests.unit.jobs import make_job
 DATA = TensorDataset(torch.arange(22))
 
 
+class Numbers(torch.utils.data.IterableDataset):
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.size))
+
+
 def make_iterations(worker=0, workers=2, compute=None, now=time.perf_counter, events=(), **settings) -> Iterations:
     cluster = {"workers": workers, "events": list(events), **({"compute": compute} if compute else {})}
     return Iterations(make_job(cluster=cluster, seed=9), worker, now, **settings)
@@ -115,6 +123,15 @@ def test_a_loader_ends_when_the_run_is_stopped():
         seen.append(x)
     assert len(seen) == 2
     assert list(make_iterations().shard(DATA, 4, None, lambda: True)) == []
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_worker_without_a_batch_in_endless_epochs_is_an_error_and_no_endless_loop(sharded):
+    loader = DataLoader(Numbers(0 if sharded else 4), 4)
+    with pytest.raises(JobError, match="worker 1 has no batch in a training epoch"):
+        next(make_iterations(1).shard(loader, None, None, never, sharded=sharded))
+    assert list(make_iterations(1).shard(loader, None, 2, never, sharded=sharded)) == []
+    assert sharded or next(make_iterations(0).shard(loader, None, None, never)).tolist() == [0, 1, 2, 3]
 
 
 def test_a_small_data_set_is_an_error_and_not_an_empty_loader():
