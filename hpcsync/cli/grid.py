@@ -12,6 +12,7 @@ import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
+from datetime import date, time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,8 +98,10 @@ def in_one_line(value: Any) -> str:
         return "{" + ", ".join(f"{json.dumps(key)[1:-1]} = {in_one_line(inner)}" for key, inner in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(in_one_line, value)) + "]"
-    if isinstance(value, float) and math.isinf(value):
-        return "inf" if value > 0 else "-inf"
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, date | time):
+        return value.isoformat()
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -261,6 +264,8 @@ def carry_out(path: Path, runs: Sequence[Run], *, simulated: bool, at_once: int)
 def _execute(path: Path, run: Run, processes: list[subprocess.Popen[bytes]], *, simulated: bool) -> int:
     from hpcsync.run_dir import layout, lock
 
+    if finished(run):  # meanwhile, by another such command
+        return 0
     if simulated and run.folder.exists():
         layout.put_aside(run.folder)
         lock.release(run.folder)
@@ -268,7 +273,7 @@ def _execute(path: Path, run: Run, processes: list[subprocess.Popen[bytes]], *, 
     command = [sys.executable, "-m", "hpcsync", "simulate" if simulated else "run", str(path)]
     command += [word for override in run.overrides for word in ("--set", override)]
     command += ["--out", str(run.folder), *(["--resume"] if not simulated and run.folder.exists() else [])]
-    with run.folder.with_name(f"{run.folder.name}.log").open("w", encoding="utf-8") as log:
+    with run.folder.with_name(f"{run.folder.name}.log").open("a", encoding="utf-8") as log:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     processes.append(process)
     return process.wait()

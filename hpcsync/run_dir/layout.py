@@ -100,12 +100,17 @@ def going_on(out: str | Path | None, resume: bool) -> Resumed | None:
         return None
     if out is None:
         raise JobError("resume: must come with out, the folder of the run to resume")
-    if finished_already(out, resume):
-        raise JobError(f"out {out}: must hold a run that has not finished; this one has")
+    _refuse_finished(Path(out))
     if Path(out).is_dir():
         with _as_job_error(Path(out)):
             lock.hold(Path(out))
+        _refuse_finished(Path(out))
     return checkpoint.resumed(Path(out))
+
+
+def _refuse_finished(folder: Path) -> None:
+    if (folder / SUMMARY).exists():
+        raise JobError(f"out {folder}: must hold a run that has not finished; this one has")
 
 
 def put_aside(out: str | Path | None) -> None:
@@ -114,11 +119,12 @@ def put_aside(out: str | Path | None) -> None:
     Raises
     ------
     JobError
-        If a run is under way there.
+        If a run is under way there, or has finished.
     """
     if out is not None and Path(out).is_dir():
         with _as_job_error(Path(out)):
             lock.hold(Path(out))
+            _refuse_finished(Path(out))
             checkpoint.remove_unfinished(Path(out))
             for path in [Path(out) / name for name in (TRACE, JOB, WEIGHTS) if (Path(out) / name).exists()]:
                 path.rename(aside(path))

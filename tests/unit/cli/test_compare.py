@@ -103,6 +103,25 @@ def test_a_grid_is_run_once_and_continued(job: Path, commands: Commands, capsys:
     assert {tuple(row.values())[2:] for row in rows().values()} == {tuple(row.values())[2:] for row in again.values()}
 
 
+def test_a_run_that_another_command_has_finished_meanwhile_stays_as_it_is(job: Path, commands: Commands) -> None:
+    finished, other = grid.plan(job, [], grid.combinations("--vary", TWO), range(1), Path("grid"))
+    assert grid._execute(job, finished, [], simulated=True) == 0
+    trace = finished.folder / "trace.h5"
+    content = trace.read_bytes()
+    assert grid._execute(job, finished, [], simulated=True) == 0
+    assert (len(commands.folders), trace.read_bytes() == content) == (1, True)
+    assert grid._execute(job, other, [], simulated=True) == 0  # the control
+    assert len(commands.folders) == 2
+
+
+def test_values_that_no_key_takes_are_refused_in_one_line() -> None:
+    """TOML has dates and nan, which JSON lacks."""
+    axes = ["a=[2020-01-01, 2020-01-01T10:00:00, 10:00:00, nan, inf, -inf, 1.5]"]
+    (values,) = [[text for (text,) in grid.combinations("--vary", axes)]]
+    assert values == [f"a={v}" for v in axes[0][3:-1].split(", ")]
+    assert [grid.variant([text]).condition for text in values[3:]] == ["a=nan", "a=inf", "a=-inf", "a=1.5"]
+
+
 def test_runs_that_fail_are_said_and_run_again(
     job: Path, commands: Commands, capsys: pytest.CaptureFixture[str]
 ) -> None:

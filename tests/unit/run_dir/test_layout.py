@@ -64,6 +64,29 @@ def test_a_finished_or_unfinished_run_is_never_overwritten(tmp_path, name):
     assert (tmp_path / "run" / name).read_bytes() == b"mine"
 
 
+def test_a_run_that_has_finished_is_not_put_aside(tmp_path):
+    """Another command may have finished it after this one has looked."""
+    (tmp_path / "run").mkdir()
+    for name in ("trace.h5", "summary.json"):
+        (tmp_path / "run" / name).write_bytes(b"mine")
+    with pytest.raises(JobError, match=r"^out run: must hold a run that has not finished; this one has$"):
+        layout.put_aside("run")
+    assert (tmp_path / "run" / "trace.h5").read_bytes() == b"mine"
+    (tmp_path / "run" / "summary.json").unlink()  # the control
+    layout.put_aside("run")
+    assert not (tmp_path / "run" / "trace.h5").exists()
+
+
+def test_a_run_that_finishes_while_its_lock_is_awaited_does_not_resume(tmp_path, monkeypatch):
+    (tmp_path / "run").mkdir()
+    monkeypatch.setattr(layout.lock, "hold", lambda folder: (folder / "summary.json").touch())
+    with pytest.raises(JobError, match=r"^out run: must hold a run that has not finished; this one has$"):
+        layout.going_on("run", resume=True)
+    (tmp_path / "run" / "summary.json").unlink()
+    monkeypatch.setattr(layout.lock, "hold", lambda folder: None)  # the control
+    assert layout.going_on("run", resume=True) is None
+
+
 def test_of_two_runs_that_choose_the_same_folder_one_gets_it(tmp_path):
     folders = [layout.choose(make_job(), "run") for _ in range(2)]
     layout.create(folders[0], make_job())
