@@ -131,11 +131,15 @@ def world() -> dict[str, Any]:
 
 
 def passive() -> dict[str, Any]:
-    """Return the time, in seconds, of a 1 MB put to a rank that computes for half a second without calling MPI."""
+    """Return the time, in seconds, of a 1 MB put to a rank that computes for half a second without calling MPI.
+
+    Also return whether both ranks are on one node.
+    """
     import numpy as np
     from mpi4py import MPI
 
     from hpcsync.mpi.transport.busy_target import while_busy
+    from hpcsync.mpi.transport.node_topology import ranks_here
     from hpcsync.mpi.transport.window import Window
 
     comm = MPI.COMM_WORLD
@@ -148,7 +152,7 @@ def passive() -> dict[str, Any]:
 
         for busy_s in (0.0, BUSY_S):  # the first transfer sets up resources that later ones use
             trial = while_busy(comm, 1, put, lambda: None, busy_s)
-    return {"put_s": trial.took_s}
+    return {"put_s": trial.took_s, "one_node": ranks_here(comm) == comm.size}
 
 
 def gpu() -> dict[str, Any]:

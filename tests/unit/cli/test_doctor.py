@@ -15,7 +15,7 @@ GOOD = {
     "packages": {"numpy": "2", "torch": "3"},
     "library": {"library": "Open MPI v5", "thread": "MPI_THREAD_MULTIPLE"},
     "world": {"size": 2},
-    "passive": {"put_s": 0.001},
+    "passive": {"put_s": 0.001, "one_node": True},
     "gpu": {"devices": 0, "why": "torch sees no GPU", "cupy": None, "mpi": False},
 }
 
@@ -58,7 +58,7 @@ def test_findings_of_a_good_machine(probes: dict, capsys: pytest.CaptureFixture[
         ("world", {"size": 1}, "launcher", "bad"),
         ("world", ProbeError("hangs"), "launcher", "bad"),
         ("passive", ProbeError("hangs"), "one-sided transfers", "bad"),
-        ("passive", {"put_s": 0.45}, "one-sided transfers", "note"),
+        ("passive", {"put_s": 0.45, "one_node": True}, "one-sided transfers", "note"),
         ("gpu", ProbeError("ended with status -11"), "GPU", "note"),
         ("gpu", {"devices": 2, "why": "CuPy is not installed", "cupy": None, "mpi": False}, "GPU", "note"),
     ],
@@ -70,6 +70,15 @@ def test_verdicts_and_remedies(
     finding = next(finding for finding in doctor.examine() if finding.subject == subject)
     assert (finding.verdict, finding.to_do != "") == (verdict, True)
     assert doctor.main() == (1 if verdict == "bad" else 0)
+
+
+def test_transfers_between_nodes_say_nothing_of_one_node(probes: dict) -> None:
+    for put_s in (0.001, 0.45):
+        probes["passive"] = {"put_s": put_s, "one_node": False}
+        finding = doctor.passive_progress()
+        assert (finding.verdict, finding.to_do) == ("ok", "")
+        assert f"another node: {1e3 * put_s:.2f} ms" in finding.found
+        assert "even on one node" not in finding.found
 
 
 def test_no_ranks_start_without_a_library(probes: dict) -> None:
