@@ -36,7 +36,7 @@ def naming(path: Path) -> Iterator[None]:
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """Write a file completely or not at all.
+    """Write a file completely or not at all; a pipe or a device is written directly.
 
     Parameters
     ----------
@@ -47,13 +47,17 @@ def whole(path: Path) -> Iterator[Path]:
     ------
     Path
         Temporary file to write to. On exit it is flushed to disk and renamed to `path`; after an exception it is
-        deleted.
+        deleted. `path` itself if it exists and is no file, such as /dev/stdout.
 
     Raises
     ------
     NotWritten
         If the system refuses to write.
     """
+    if path.exists() and not path.is_file():
+        with naming(path):
+            yield path
+        return
     unfinished = path.with_name(f"{path.name}.unfinished")
     with naming(path), removing(unfinished):
         with permitted(unfinished):
