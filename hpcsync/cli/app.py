@@ -416,7 +416,8 @@ def doctor() -> None:
     """Examine this machine: packages, MPI, GPUs, memory."""
     from hpcsync.cli import doctor as examination
 
-    sys.exit(examination.main())
+    with user_errors_in_one_line():
+        sys.exit(examination.main())
 
 
 @app.command()

@@ -31,6 +31,8 @@ def launch(n: int, program: Sequence[str], timeout_s: float | None = None, *, ov
     """
     if n < 1:
         raise launcher.LaunchError(f"-n {n}: must be at least 1")
+    if timeout_s is not None and not timeout_s > 0:
+        raise launcher.LaunchError(f"--timeout {timeout_s:g}: must be a number of seconds greater than 0")
     if not oversubscribe:
         launcher.refuse_crowd(n, f"-n {n}", launcher.environment())
     ended = launcher.launch(n, program, timeout_s=timeout_s)

@@ -31,6 +31,7 @@ from hpcsync.system.signals import LISTENING, TO_BE_RESUMED, listeners
 
 TIMED_OUT = 124  # as timeout(1)
 VIEWED = "HPCSYNC_VIEWED"  # environment variable of ranks whose status is shown by the process that started them
+TERMINAL = "HPCSYNC_TERMINAL"  # environment variable of the ranks: columns of the terminal that shows their output
 NOTED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 # Variables that the user has set are kept. The values come from measurements, not from the libraries' defaults.
@@ -98,7 +99,7 @@ OF_RANKS = (
     # Hosts that the user named.
     *("HYDRA_HOST_FILE", "PRTE_MCA_prte_default_hostfile"),
     # Variables of this launch.
-    *(SESSION_FOLDER, LISTENING, VIEWED),
+    *(SESSION_FOLDER, LISTENING, VIEWED, TERMINAL),
 )
 OF_USERS = ("OMPI_MCA_", "OMPI_ALLOW_", "PMIX_MCA_", "PRTE_MCA_", "PRTE_ALLOW_")  # unless a longer prefix above fits
 
@@ -107,8 +108,6 @@ SRUN_MPI = {"Open MPI": "pmix", "MPICH": "pmi2"}  # value of srun's --mpi with w
 RANKS_PER_CORE, RANKS_ANYWHERE = 8, 16  # limits without --oversubscribe: more ranks are rarely intended
 LOOK_S, LOST_S = 0.5, 2.0  # how often a start is looked at; how long ranks may take to end after each other
 STARTING_GRACE_S = 1.5  # for ranks that have not begun to train, and have nothing to save
-
-TERMINAL = "HPCSYNC_TERMINAL"  # environment variable of the ranks: columns of the terminal that shows their output
 
 
 class LaunchError(Exception):
@@ -145,11 +144,11 @@ def mpiexec(environ: Mapping[str, str] | None = None) -> list[str]:
     Raises
     ------
     LaunchError
-        If there is none.
+        If there is none, or MPIEXEC is no command line.
     """
     environ = os.environ if environ is None else environ
-    if environ.get("MPIEXEC"):
-        return shlex.split(environ["MPIEXEC"])
+    if words := _given_mpiexec(environ):
+        return words
     folders = [Path(sys.executable).parent]
     if "/" in environ.get("MPI4PY_LIBMPI", ""):
         folders.insert(0, Path(environ["MPI4PY_LIBMPI"]).parent.parent / "bin")
@@ -158,6 +157,15 @@ def mpiexec(environ: Mapping[str, str] | None = None) -> list[str]:
         if found:
             return [found]
     raise LaunchError("mpiexec: found neither beside this Python nor on the PATH; install an MPI, or set MPIEXEC to it")
+
+
+def _given_mpiexec(environ: Mapping[str, str]) -> list[str]:
+    """Return the command line in MPIEXEC; empty without one."""
+    text = environ.get("MPIEXEC", "")
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise LaunchError(f"MPIEXEC = {text}: must be a command line: {error}") from None
 
 
 def command(
@@ -248,7 +256,7 @@ def outside(environ: Mapping[str, str]) -> dict[str, str]:
     left = {
         name: value for name, value in environ.items() if len(_prefix(name, OF_RANKS)) <= len(_prefix(name, OF_USERS))
     }
-    if len(shlex.split(left.get("MPIEXEC", ""))) > 1:
+    if len(_given_mpiexec(left)) > 1:
         del left["MPIEXEC"]
     return left
 
@@ -274,7 +282,7 @@ def on_one_node(environ: Mapping[str, str]) -> bool:
         return False
     if any(name in environ for name in ("PBS_NODEFILE", "PE_HOSTFILE", "LSB_DJOB_HOSTFILE")):
         return False
-    return len(shlex.split(environ.get("MPIEXEC", ""))) <= 1
+    return len(_given_mpiexec(environ)) <= 1
 
 
 def refuse_crowd(n: int, asked: str, environ: Mapping[str, str] | None = None) -> None:

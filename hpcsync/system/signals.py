@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import signal
 import threading
@@ -130,7 +131,7 @@ def listeners(path: Path) -> list[Listener]:
     """Return what rank 0 has written into the file of `LISTENING`: a line for each run."""
     with suppress(FileNotFoundError):
         fields = [line.split(" ", 1) for line in path.read_text().splitlines()]
-        return [Listener(int(pid), Path(folder)) for pid, folder in fields]
+        return [Listener(int(pid), Path(json.loads(folder))) for pid, folder in fields]
     return []
 
 
@@ -141,7 +142,7 @@ def tell_listening(folder: Path) -> None:
             suppress(OSError),
             Path(os.environ[LISTENING]).open("a") as file,
         ):  # on another host
-            file.write(f"{os.getpid()} {folder.absolute()}\n")
+            file.write(f"{os.getpid()} {json.dumps(str(folder.absolute()))}\n")  # whatever characters it has
 
 
 class SignalListener:

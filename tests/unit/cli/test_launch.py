@@ -32,6 +32,18 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
     return found
 
 
+@pytest.mark.parametrize("seconds", ["0", "-5", "nan"])
+def test_a_time_limit_is_greater_than_0(
+    seconds: str,
+    launches: list[tuple[object, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert status(monkeypatch, "-n", "2", f"--timeout={seconds}", "--", "true") == 2
+    message = f"hpcsync: --timeout {seconds}: must be a number of seconds greater than 0\n"
+    assert (capsys.readouterr().err, launches) == (message, [])
+
+
 def status(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> object:
     monkeypatch.setattr(sys, "argv", ["hpcsync", "launch", *arguments])
     with pytest.raises(SystemExit) as caught:

@@ -79,6 +79,15 @@ def test_the_launcher_beside_this_python_comes_first(tmp_path: Path, monkeypatch
     assert launcher.mpiexec() == ["/opt/my mpi/mpiexec", "--hostfile", "h"]
 
 
+def test_mpiexec_that_is_no_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPIEXEC", 'srun "-N 2')
+    for ask in (launcher.mpiexec, launcher.environment, lambda: launcher.outside(os.environ)):
+        with pytest.raises(LaunchError, match='^MPIEXEC = srun "-N 2: must be a command line: No closing quotation$'):
+            ask()
+    monkeypatch.setenv("MPIEXEC", "  ")
+    assert launcher.mpiexec()[0].strip()
+
+
 def test_no_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
@@ -482,6 +491,7 @@ OF_THE_LAUNCHER = {
     "SLURMD_NODENAME": "n1",
     "PBS_NODEFILE": "/n",
     "HYDRA_HOST_FILE": "/h",
+    "HPCSYNC_TERMINAL": "80",
 }
 
 

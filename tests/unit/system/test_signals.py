@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+
+from hpcsync.system import signals
 
 HEAD = "import signal, time, os\nfrom hpcsync.system.signals import *\n"
 LISTENING = {
@@ -76,3 +80,12 @@ late = Late()
 def test_a_process_that_is_ending_is_not_killed(first: str, status: int) -> None:
     """The control is a handler that Python removes at its end."""
     assert ended(first + ENDING, signal.SIGTERM)[0] == status
+
+
+@pytest.mark.parametrize("name", ["a run", "two\nlines", 'quoted "x" \\n', os.fsdecode(b"\xff")])
+def test_folders_of_any_name_are_listened_to(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(signals.LISTENING, str(tmp_path / "listening"))
+    for folder in (tmp_path / name, tmp_path / "other"):
+        signals.tell_listening(folder)
+    found = signals.listeners(tmp_path / "listening")
+    assert found == [(os.getpid(), tmp_path / name), (os.getpid(), tmp_path / "other")]
