@@ -147,7 +147,7 @@ class Tally:
             self.diverged_s = float(rows["now_s"][0])
 
     def _add_grants(self, rows: Rows) -> None:
-        starts = rows[rows["local_steps"] > 0]
+        starts = rows[rows["local_steps"] != 0]
         np.maximum.at(self.start_gap_max, starts["worker"], starts["gap_iters"])
 
     def _add_decisions(self, rows: Rows) -> None:

@@ -108,7 +108,7 @@ def _granted(trace: Trace, n_workers: int) -> Rows:
     The grant that answers a worker's return may repeat one from before, which counts.
     """
     grants = trace.tables["grants"]
-    grants = grants[grants["local_steps"] > 0]
+    grants = grants[grants["local_steps"] != 0]
     granted = grants["iteration"] * n_workers + grants["worker"]
     _, first = np.unique(granted, return_index=True)
     return granted[np.sort(first)]

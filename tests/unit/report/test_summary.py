@@ -426,6 +426,15 @@ def test_no_plan_while_ashl_profiles():
     assert (summary.coarse_s, summary.fine_s, summary.workers[0].local_steps) == (None, None, None)
 
 
+@pytest.mark.parametrize("paradigm", ["adsp", "ssp", "easgd", "ashl", "async-diloco"])
+def test_the_lead_at_the_start_is_that_of_all_grants_but_stops(paradigm):
+    trace = record(paradigm, (1.0, 1.3, 5.0), jitter=0.3)
+    grants = trace.tables["grants"]
+    leads = [grants["gap_iters"][(grants["worker"] == w) & (grants["local_steps"] != 0)].max() for w in range(3)]
+    assert max(leads) > 0
+    assert [worker.start_gap_max_iters for worker in summarize(trace).workers] == leads
+
+
 def test_commits_of_adsp():
     trace = record("adsp", jitter=0.3, updates=60)
     decisions, pushes = trace.tables["decisions"], trace.tables["pushes"]

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from hpcsync.paradigms.records import UNTIL
 from hpcsync.report.trace_pair import compare, table
 from hpcsync.trace.reader import Trace
 from hpcsync.trace.schema import TABLES
 from tests.unit.trace import peer_recorder
-from tests.unit.trace.recorder import job_of
+from tests.unit.trace.recorder import job_of, record
 
 
 def trace(grants, *, step_s=1.0, wait_s=0.25, updates=4, n_workers=2, engine="mpi", samples=8) -> Trace:
@@ -58,6 +59,14 @@ def test_a_grant_that_is_repeated_after_a_return_counts_once():
     for other in (repeated, trace(ORDER)):
         comparison = compare(repeated, other)
         assert (comparison.common_grants, comparison.same_grants, comparison.same_order) == (5, 5, 1.0)
+
+
+def test_grants_of_as_many_steps_as_fit_are_counted():
+    adsp = record("adsp", jitter=0.3)
+    comparison = compare(adsp, adsp)
+    n = int((adsp.tables["grants"]["local_steps"] == UNTIL).sum())
+    assert (comparison.common_grants, comparison.same_grants, comparison.same_order) == (n, n, 1.0)
+    assert n > 10
 
 
 def test_stops_are_not_counted_as_grants():
