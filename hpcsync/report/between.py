@@ -31,7 +31,9 @@ class Between:
             return
         rows = rows[rows["batch_size"] > 0]
         rows = rows[np.lexsort((rows["iteration"], rows["worker"]))]
-        worker, ends_s = rows["worker"], rows["end_s"] + rows["wait_s"] + rows["comm_s"]
+        # With layer separation a worker also waits between begin_s and end_s, and its wait ends before end_s + wait_s.
+        worker, parts = rows["worker"], ("begin_s", "load_s", "compute_s", "wait_s", "comm_s")
+        ends_s = sum(rows[part] for part in parts)
         before_s = np.concatenate([[np.nan], ends_s[:-1]])
         first = np.concatenate([[True], worker[1:] != worker[:-1]])[: len(rows)]
         before_s = np.where(first, self._ended_s[worker], before_s[: len(rows)])

@@ -88,6 +88,17 @@ def test_compression_counts_in_the_total_everywhere(tmp_path):
     assert trace_pair.side(trace, summary.samples).wait_share == pytest.approx(of_all[2])
 
 
+def test_waits_within_the_computation_of_separated_layers_count_once():
+    sizes = {"name": "timing", "parameters": 10, "classifier": 5, "activations": 1}
+    layers = {"name": "stanza", "cut": "classifier", "fc_share": 0.5}
+    trace = with_gaps(peer_recorder.record(layers, (1.0, 1.3), workload=sizes, samples=640))
+    rows = trace.tables["exchanges"]
+    assert (rows["end_s"] - rows["begin_s"] > rows["compute_s"] + GAP_S).any()
+    found = Between(2)
+    found.add(rows)
+    np.testing.assert_allclose(found.seconds, GAP_S * (np.bincount(rows["worker"]) - 1), atol=1e-9)
+
+
 def test_slices_add_up(trace):
     rows = trace.tables["exchanges"]
     whole, sliced = Between(4), Between(4)
