@@ -111,6 +111,8 @@ class Trials:
             cluster["compute"] = {"model": "table", "table": str(self._times_file(seed))}
             cluster.pop("times_from", None)
             if "network" not in cluster and (links := network(self._trace, seed, cluster["workers"], servers != 0)):
+                if cluster.get("colocated"):
+                    del links["server_bandwidth_gbit"]  # servers share the links of workers
                 cluster["network"] = links
         if compression := trained.candidate.compression:
             table["compression"] = compression

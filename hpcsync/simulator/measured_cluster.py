@@ -83,25 +83,34 @@ def links(trace: Trace) -> Links | None:
     """Return the rates that a run has measured; None if its transfers took no time.
 
     With servers, a worker's rate is the upper quartile of those of its pushes, most of which meet few others on the
-    server's link. The server's rate is that of all pushes together while there was at least one: as much as the link
-    was seen to carry. Where pushes are compressed, and without servers, a rate is the median of the bytes of an
-    iteration over its time of communication, and a server's link is taken to be as wide as the widest of the workers'.
+    servers' links. A server's rate is its part of that of all pushes together while there was at least one: as much as
+    its link was seen to carry. It is the least of a colocated worker, whose bytes to its own server use no link. Where
+    pushes are compressed, and without servers, a rate is the median of the bytes of an iteration over its time of
+    communication, and a server's link is taken to be as wide as the widest of the workers'.
     """
-    rows = trace.tables["pushes" if trace.job.has_servers else "exchanges"]
+    rows, n_servers = trace.tables["pushes" if trace.job.has_servers else "exchanges"], trace.job.cluster.servers
     rows = rows[(rows["wire_bytes"] > 0) & (rows["comm_s"] > 0)]
     if trace.job.has_servers and not trace.job.compresses:
         seconds = rows["comm_s"] - rows["pull_s"]
         rows, seconds = rows[seconds > 0], seconds[seconds > 0]
         n_bytes, share = rows["wire_bytes"] / 2, RATE_SHARE  # a gradient is as large as the weights that are read
+        if trace.job.cluster.colocated:
+            n_bytes = n_bytes * np.where(rows["worker"] < n_servers, 1.0 - 1.0 / n_servers, 1.0)
     else:
         seconds, n_bytes, share = rows["comm_s"], rows["wire_bytes"], 0.5
     if len(np.unique(rows["worker"])) < trace.n_workers:
         return None
     rates = 8e-9 * n_bytes / seconds
     workers = [float(np.quantile(rates[rows["worker"] == worker], share)) for worker in range(trace.n_workers)]
-    if share == RATE_SHARE:
-        return Links(workers, 8e-9 * float(n_bytes.sum()) / _covered_s(rows["end_s"], rows["end_s"] + seconds))
-    return Links(workers, max(workers))
+    if share < RATE_SHARE:
+        return Links(workers, max(workers))
+    begin_s, sent = rows["end_s"], n_bytes > 0
+    if not sent.any():
+        return None  # the only worker is beside the only server
+    server = 8e-9 * float(n_bytes.sum()) / _covered_s(begin_s[sent], (begin_s + seconds)[sent]) / n_servers
+    if trace.job.cluster.colocated:
+        workers[:n_servers] = [max(rate, server) for rate in workers[:n_servers]]
+    return Links(workers, server)
 
 
 def _covered_s(begin_s: Rows, end_s: Rows) -> float:

@@ -121,6 +121,14 @@ def test_times_of_a_run_replace_those_of_the_job(job, tmp_path, capsys):
     assert files == [f"times-{seed}.csv" for seed in (1005, 1006, 2005, 2006, 2007, 5, 6, 7)]
 
 
+def test_measured_links_suit_colocated_servers(job, tmp_path):
+    overrides = ["cluster.colocated=true"]
+    measured = jobs.load(job, [*overrides, "cluster.network={bandwidth_gbit=1e-4}", "stop={updates = 60}"])
+    assert simulate(measured, tmp_path / "run", Console(quiet=True)) == 0
+    asked = Asked(tmp_path / "run", ("bsp", "asp"), overrides=overrides, out=tmp_path / "out")
+    assert main(job, asked) == 0
+
+
 def test_other_numbers_of_workers_need_a_measurement_or_leave_to_extrapolate(job, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(measured_cluster, "LEAST", 2)
     measured = jobs.load(job, ["stop={updates = 60}"])

@@ -196,6 +196,30 @@ def test_a_server_whose_link_all_pushes_share_is_seen_as_it_is(simulated):
     assert max(found.workers) < 0.11
 
 
+@pytest.mark.parametrize("servers", [1, 2, 4])
+def test_each_of_several_servers_has_its_part_of_what_all_were_seen_to_carry(simulated, servers):
+    """Simulated with what was measured, a run takes the time that it took."""
+    own = {"bandwidth_gbit": 1.0, "server_bandwidth_gbit": 0.1, "latency_us": 0.0}
+    compute = {"model": "lognormal", "seconds": 0.1, "jitter": 0.2}
+    this = job("asp", network=own, compute=compute, servers=servers)
+    found = network(simulated(this))
+    assert found["server_bandwidth_gbit"] == pytest.approx(0.1, rel=0.02)
+
+    again = job("asp", network=found, compute=compute, servers=servers)
+    assert updates_s(again, 200) == pytest.approx(updates_s(this, 200), rel=0.02)
+
+
+def test_a_colocated_worker_has_the_link_of_its_server(simulated):
+    """What it sends to its own server uses no link, and shows no rate."""
+    own, compute = {"bandwidth_gbit": 0.1, "latency_us": 10.0}, {"model": "lognormal", "seconds": 0.1, "jitter": 0.2}
+    this = job("asp", network=own, compute=compute, colocated=True)
+    found = network(simulated(this))
+    assert found.pop("server_bandwidth_gbit") == pytest.approx(0.1, rel=0.02)
+    assert found["bandwidth_gbit"] == pytest.approx([0.1] * 3, rel=0.02)
+    again = job("asp", network=found, compute=compute, colocated=True)
+    assert updates_s(again, 200) == pytest.approx(updates_s(this, 200), rel=0.03)
+
+
 @pytest.mark.parametrize("paradigm", ["bsp", "asp"])
 def test_the_turnaround_is_what_a_worker_waits_that_waits_for_nobody(simulated, paradigm):
     """Of the push info and the grant, each one latency; waiting for stragglers is no part of it."""
