@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from hpcsync.paradigms.stanza import StanzaOptions
-from hpcsync.trace.reader import Trace
+from hpcsync.trace.reader import Trace, TraceFile
 from hpcsync.trace.schema import EVENTS, Rows
 
 SERVERS = -1  # worker of the rows of `events` that belong to no worker
@@ -108,7 +108,7 @@ def bars_of_exchanges(rows: pd.DataFrame) -> pd.DataFrame:
     return in_order(rows["worker"], parts)
 
 
-def first_shares(trace: Trace) -> Rows:
+def first_shares(trace: Trace | TraceFile) -> Rows:
     """Return the share of each worker's computation before its wait, with separated layers; shape (n_workers,)."""
     is_fc = np.arange(trace.n_workers) < trace.job.groups.n_fc
     return np.where(is_fc, 0.0, cast(StanzaOptions, trace.job.paradigm).forward_share)

@@ -15,9 +15,10 @@ from scipy.sparse import coo_array, csr_array
 
 from hpcsync.paradigms.records import ALL_PEERS
 from hpcsync.trace.reader import Trace, TraceFile
-from hpcsync.trace.schema import EVENTS, Release, Rows
+from hpcsync.trace.schema import EVENTS, Change, Release, Rows
 
 NO_WORKER = -1
+SAME_TIME_S = 1e-9  # rounding error of a difference of times
 _TIMED = -2
 
 
@@ -77,8 +78,19 @@ def each_wait(trace: Trace | TraceFile) -> Iterator[Wait]:
     for rows, cause in _grants_and_causes(trace) if served else _exchanges_and_causes(trace):
         seconds = rows["held_s" if served else "wait_s"]
         until_s = rows["now_s"] if served else rows["end_s"] + seconds
+        if trace.job.paradigm.separates_layers:
+            until_s = _end_of_wait_s(trace, rows)
         some = (cause >= 0) & (cause != rows["worker"]) & (seconds > 0)
         yield Wait(until_s[some], rows["worker"][some], cause[some], seconds[some])
+
+
+def _end_of_wait_s(trace: Trace | TraceFile, rows: Rows) -> Rows:
+    """Return when the last wait of each row ended, with separated layers: within the computation, or after it."""
+    from hpcsync.report.intervals import first_shares  # imports pandas
+
+    after_s = rows["wait_s"] - (rows["end_s"] - rows["begin_s"] - rows["load_s"] - rows["compute_s"])
+    continues_s = rows["end_s"] - (1 - first_shares(trace)[rows["worker"]]) * rows["compute_s"]
+    return np.where(after_s > SAME_TIME_S, rows["end_s"] + after_s, continues_s)
 
 
 def _of_grants(trace: Trace | TraceFile) -> Waits:
@@ -88,10 +100,11 @@ def _of_grants(trace: Trace | TraceFile) -> Waits:
     for rows in trace.slices("pushes"):
         np.maximum.at(last, rows["worker"], rows["iteration"])
         messages_s += np.bincount(rows["worker"], rows["wait_s"], n_workers)
+    unused = _unused(trace)
     between, timed_s, ended_s, unknown_s = csr_array((n_workers, n_workers)), *np.zeros((3, n_workers))
     for rows, cause in _grants_and_causes(trace):
         worker, held_s = rows["worker"], rows["held_s"]
-        pushed = rows["iteration"] <= last[worker]
+        pushed = (rows["iteration"] <= last[worker]) & ~np.isin(rows["seq"], unused)
         messages_s -= np.bincount(worker[pushed], held_s[pushed], n_workers)
         others = (cause >= 0) & (cause != worker)
         between += _matrix(worker[others], cause[others], held_s[others], n_workers)
@@ -101,6 +114,18 @@ def _of_grants(trace: Trace | TraceFile) -> Waits:
         rest = ~others & ~timed & ~ended
         unknown_s += np.bincount(worker[rest], held_s[rest], n_workers)
     return Waits(between, timed_s, ended_s, unknown_s, messages_s)
+
+
+def _unused(trace: Trace | TraceFile) -> Rows:
+    """Return the `seq` of the grants in place of which workers left; their wait is in no push."""
+    changes = np.concatenate(list(trace.slices("membership")))
+    returned = np.unique(changes["worker"][changes["change"] == Change.JOINED])
+    if not len(returned):
+        return np.zeros(0, np.int64)
+    own = np.concatenate([rows[np.isin(rows["worker"], returned)] for rows in trace.slices("grants")])
+    own = own[np.lexsort((own["seq"], own["iteration"], own["worker"]))]
+    repeated = (own["worker"][:-1] == own["worker"][1:]) & (own["iteration"][:-1] == own["iteration"][1:])
+    return own["seq"][:-1][repeated]
 
 
 def _grants_and_causes(trace: Trace | TraceFile) -> Iterator[tuple[Rows, Rows]]:

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from hpcsync.core.assignments import decision_fields
+from hpcsync.report import intervals
 from hpcsync.report.explanation import explain, sentences
-from hpcsync.report.waiting import waits
+from hpcsync.report.waiting import each_wait, waits
 from hpcsync.trace.reader import opened
 from hpcsync.trace.schema import TABLES, Change, Release, complete
 from hpcsync.trace.writer import TraceWriter
@@ -56,6 +57,31 @@ def test_a_worker_that_dies_is_waited_for():
     assert trace.tables["membership"]["change"][0] == Change.DIED
     assert waits(trace).between_s[0, 2] > 0
     assert set(np.flatnonzero(waits(trace).caused_s).tolist()) >= {2}
+
+
+@pytest.mark.parametrize("paradigm", [{"name": "bsp"}, {"name": "ssp", "staleness": 1}])
+def test_a_grant_that_a_worker_left_unused_takes_no_time_of_messages(tmp_path, paradigm):
+    events = [{"worker": 0, "at_s": 2.0, "change": "leave"}, {"worker": 0, "at_s": 4.0, "change": "join"}]
+    trace = simulated(tmp_path, paradigm, [0.1, 0.2, 0.3], events=events)
+    grants, pushes = trace.tables["grants"], trace.tables["pushes"]
+    found = waits(trace)
+    np.testing.assert_allclose(found.messages_s, 0.0, atol=1e-9)  # messages take no time here
+    pushed = grants[np.isin(grants["iteration"], pushes["iteration"][pushes["worker"] == 0]) & (grants["worker"] == 0)]
+    assert len(pushed) == len(np.unique(pushed["iteration"])) + 1
+    assert pushed["held_s"].sum() > pushes["wait_s"][pushes["worker"] == 0].sum()
+
+
+@pytest.mark.parametrize("n_fc", [1, 2])
+def test_waits_with_separated_layers_end_where_their_bars_end(n_fc):
+    sizes = {"name": "timing", "parameters": 10, "classifier": 5, "activations": 1}
+    layers = {"name": "stanza", "cut": "classifier", "fc_share": 0.5, "fc_workers": n_fc}
+    trace = peer_recorder.record(layers, (1.0, 1.3, 1.1, 1.2), workload=sizes, samples=640)
+    bars = intervals.bars_of(trace, intervals.iterations(trace))
+    ends_s = bars[bars["activity"] == "wait"].groupby("worker")["end_s"].agg(list)
+    found = np.concatenate([*map(np.array, each_wait(trace))], axis=1)
+    assert len(found.T) > 20
+    for until_s, worker, *_ in found.T:
+        assert np.abs(np.array(ends_s[int(worker)]) - until_s).min() < 1e-9
 
 
 def test_another_release_is_another_cause():
