@@ -22,10 +22,11 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from hpcsync.mpi.transport import cuda
 from hpcsync.mpi.transport.turns import Turns
 
 WORD_BYTES = 8  # copied at once
-WORDS_BYTES = 4096  # a window of at most so many bytes may hold words that ranks wait for
+WORDS_BYTES = cuda.paged(1)  # a window of at most so many bytes may hold words that ranks wait for
 PAUSE_S = 5e-3  # longest pause of a rank that waits: it may wait for a time, too
 OFFERED = 1 / 16  # share of operations that do not wait at which a rank passes its turn nevertheless
 GARBAGE = 0xA5

@@ -22,7 +22,8 @@ from hpcsync.cli.rank_main import train
 from hpcsync.config.job import Job
 from hpcsync.core.peer_coordinator import PeerCoordinator
 from hpcsync.mpi import session_base
-from hpcsync.mpi.transport import messages, thread_ranks
+from hpcsync.mpi.collectives.allreduce import mean_vector
+from hpcsync.mpi.transport import in_memory, messages, thread_ranks
 from hpcsync.mpi.transport.background_thread import Background
 from hpcsync.mpi.transport.backoff import Backoff
 from hpcsync.mpi.transport.in_memory import MemoryWindow, Message, Post, World
@@ -31,6 +32,7 @@ from hpcsync.mpi.transport.published_replica import PublishedReplica
 from hpcsync.mpi.transport.thread_ranks import TimeLimit, run
 from hpcsync.mpi.transport.turns import ProcessState
 from hpcsync.mpi.transport.window import Window
+from hpcsync.paradigms.peer_method import StepCounts
 from tests.mpi.training import failures, simulated
 
 SIZES = (1, 2, 3, 5, 8)
@@ -251,6 +253,28 @@ def test_ranks_sleep_at_the_same_time():
     begin_s = time.perf_counter()
     run(8, lambda comm: time.sleep(0.1))
     assert time.perf_counter() - begin_s < 0.5
+
+
+@pytest.mark.parametrize("words", [True, False])
+def test_a_rank_is_woken_by_the_counters_of_a_mean(words, monkeypatch):
+    """The control: ranks that nobody wakes wait until their pauses are over."""
+    monkeypatch.setattr(in_memory, "PAUSE_S", 0.3)
+    if not words:
+        monkeypatch.setattr(in_memory, "WORDS_BYTES", 0)
+
+    def body(comm: Any) -> None:
+        mean = mean_vector(comm, 1000, torch.float64)
+        comm.Barrier()
+        begin_s = time.perf_counter()
+        for _ in range(10):
+            mean.mean(0, 1000, StepCounts(1))
+        took_s.append(time.perf_counter() - begin_s)
+        comm.Barrier()
+        mean.free()
+
+    took_s: list[float] = []
+    run(2, body)
+    assert (min(took_s) < 1.5) == words, took_s
 
 
 def test_a_rank_may_wait_for_a_thread_that_waits_for_other_ranks():
