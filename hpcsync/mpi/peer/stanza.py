@@ -104,13 +104,14 @@ class StanzaExchange(Summing):
 
     def _sample(self, source: Ordered) -> Sequence[torch.Tensor]:
         """Return one sample, used to check the two parts; raise JobError if they are not the whole model."""
-        layers = self._layers
-        with torch.random.fork_rng(devices=[]):  # its random numbers do not belong to the run
+        layers, device = self._layers, self._flat.weights.device
+        gpus = [device] * (device.type == "cuda")
+        with torch.random.fork_rng(devices=gpus):  # its random numbers do not belong to the run
             batch = source.first()
             try:
                 sample = tensors_of(batch)
                 if self._is_script and self._prepared is None:
-                    x = sample[0].to(self._flat.weights.device)
+                    x = sample[0].to(device)
                     check_halves(layers.model, ModelSplit(layers.below, layers.above), x)
             except ValueError as error:
                 raise JobError(f"paradigm.cut = {shown(self._cut)}: {error}") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
 from hpcsync.core.job_validation import check
 from hpcsync.mpi.peer import activation_exchange
+from hpcsync.mpi.peer.stanza import StanzaExchange
 from hpcsync.mpi.transport import cuda
 from hpcsync.mpi.transport.tensor_window import MpiWindow
 from hpcsync.planning.layer_groups import Groups
@@ -144,6 +146,17 @@ def test_pieces_are_sent_on_a_stream_of_the_background_thread(comm, needs, folde
     monkeypatch.setattr(MpiWindow, "put", watched)
     run(comm, job(comm.size, pieces=2), folder)
     assert streams == {"own of cpu"}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:1"])
+def test_the_check_of_the_halves_leaves_all_generators_as_they_were(device, monkeypatch):
+    forked = []
+    monkeypatch.setattr(torch.random, "fork_rng", lambda devices: forked.extend(devices) or nullcontext())
+    flat = SimpleNamespace(weights=SimpleNamespace(device=torch.device(device)))
+    exchange = SimpleNamespace(_layers=None, _flat=flat, _is_script=False)
+    sample = (torch.zeros(1, 2),)
+    assert StanzaExchange._sample(exchange, SimpleNamespace(first=lambda: sample)) is sample
+    assert forked == [torch.device(device)] * (device != "cpu")
 
 
 def test_all_end_after_the_same_iteration_whatever_ends_them(comm, needs, folder):
