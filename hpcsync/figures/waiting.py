@@ -1,6 +1,6 @@
 """Figure `waiting`: shares of loading, compute, wait and transfer in the time of each worker and of all workers.
 
-The time of compressing pushes, and without servers that between iterations, stays white.
+The time of compressing pushes, and that between iterations, stays white.
 
 Workers wait for grants, or for each other in a run without servers. Traces of one job with different seeds share a
 panel: bars are the mean shares, and the whisker at the end of each part is the 95 % interval of its mean share, or with
@@ -102,10 +102,10 @@ def mean_shares(group: Sequence[Trace], workers: int) -> pd.DataFrame:
 def shares(trace: Trace) -> pd.DataFrame:
     """Return seconds and shares of the activities: the first row is for all workers, then one per worker.
 
-    Shares are of the sum of the activities, the time of compressing and, without servers, that between iterations.
+    Shares are of the sum of the activities, the time of compressing, and that between iterations.
     """
     sums = plotting.iterations(trace).groupby("worker")[list(COLUMNS.values())].sum()
-    between = Between(trace.n_workers)
+    between = Between.of(trace)
     between.add(trace.tables["pushes" if trace.job.has_servers else "exchanges"])
     sums["between_s"] = between.seconds[sums.index]
     frame = pd.concat([sums.sum().to_frame("all").T, sums])

@@ -84,7 +84,7 @@ class Tally:
         self.steps_max = 0
         self.diverged_s: float | None = None
         self.parts_s = {part: np.zeros(n_workers) for part in ("load", "compute", "wait", "comm")}
-        self.between = Between(n_workers)
+        self.between = Between.of(trace)
         self.averages = np.zeros(n_workers, np.int64) if self.paradigm.pairwise else None
         for table, add in (
             ("updates", self._add_updates),

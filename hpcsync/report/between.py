@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from hpcsync.trace.schema import Rows
+from hpcsync.trace.reader import Trace, TraceFile
+from hpcsync.trace.schema import Change, Rows
 
 WORDS = "compression, steps of the optimizer and other work between iterations"
 
@@ -12,7 +13,15 @@ WORDS = "compression, steps of the optimizer and other work between iterations"
 class Between:
     """Sum over the rows of /pushes, or of /exchanges, added slice by slice.
 
-    With servers it is the time of compressing pushes: all other time from one push to the next is in other columns.
+    It is the time of compressing pushes, and that from an iteration with its transfers and waits to the next one, such
+    as the work of a script after its step.
+
+    Parameters
+    ----------
+    n_workers
+        Number of workers.
+    returns
+        Rows of /membership of workers that return; the time of their absence does not count.
 
     Attributes
     ----------
@@ -20,22 +29,39 @@ class Between:
         Time between the iterations of each worker, shape (n_workers,).
     """
 
-    def __init__(self, n_workers: int) -> None:
+    def __init__(self, n_workers: int, returns: Rows = ()) -> None:
         self.seconds = np.zeros(n_workers)
+        self._returns = returns
         self._ended_s = np.full(n_workers, np.nan)  # end of each worker's last iteration
+
+    @classmethod
+    def of(cls, trace: Trace | TraceFile) -> Between:
+        """Return the sum over no rows of a trace yet."""
+        changes = np.concatenate(list(trace.slices("membership")))
+        return cls(trace.n_workers, changes[changes["change"] == Change.JOINED])
+
+    def leaves(self, worker: int) -> None:
+        """Note that a worker leaves after the rows that have been added."""
+        self._ended_s[worker] = np.nan
 
     def add(self, rows: Rows) -> None:
         """Add the next rows."""
-        if "encode_s" in (rows.dtype.names or ()):
-            np.add.at(self.seconds, rows["worker"], np.nan_to_num(rows["encode_s"]))
-            return
         rows = rows[rows["batch_size"] > 0]
         rows = rows[np.lexsort((rows["iteration"], rows["worker"]))]
+        worker, begins_s = rows["worker"], rows["begin_s"]
         # With layer separation a worker also waits between begin_s and end_s, and its wait ends before end_s + wait_s.
-        worker, parts = rows["worker"], ("begin_s", "load_s", "compute_s", "wait_s", "comm_s")
-        ends_s = sum(rows[part] for part in parts)
+        ends_s = begins_s + rows["load_s"] + rows["compute_s"]
+        if "pull_s" in (rows.dtype.names or ()):
+            np.add.at(self.seconds, worker, np.nan_to_num(rows["encode_s"]))
+            ends_s = ends_s + rows["encode_s"] + rows["comm_s"] - rows["pull_s"]
+            begins_s = begins_s - rows["wait_s"] - rows["pull_s"]
+        else:
+            ends_s = ends_s + rows["wait_s"] + rows["comm_s"]
         before_s = np.concatenate([[np.nan], ends_s[:-1]])
         first = np.concatenate([[True], worker[1:] != worker[:-1]])[: len(rows)]
         before_s = np.where(first, self._ended_s[worker], before_s[: len(rows)])
         self._ended_s[worker] = ends_s  # of several rows of a worker the last one counts
-        np.add.at(self.seconds, worker, np.nan_to_num(np.maximum(rows["begin_s"] - before_s, 0.0)))
+        seconds = np.nan_to_num(np.maximum(begins_s - before_s, 0.0))
+        for change in self._returns:
+            seconds[(worker == change["worker"]) & (before_s < change["now_s"]) & (rows["end_s"] > change["now_s"])] = 0
+        np.add.at(self.seconds, worker, seconds)

@@ -85,8 +85,8 @@ class Explanation(NamedTuple):
     parts_s
         Seconds of each part of the iterations, shape (n_workers, 4), in the order of `PARTS`.
     between_s
-        Time of each worker between its iterations, such as that of its optimizer's step, or with servers that of
-        compressing; shape (n_workers,).
+        Time of each worker between its iterations, such as that of its optimizer's step, with that of compressing;
+        shape (n_workers,).
     iteration_s
         Mean time of a local step of each worker without waiting and transfers, shape (n_workers,); NaN without one.
     waits
@@ -130,7 +130,7 @@ def explain(trace: Trace | TraceFile) -> Explanation:
     """Return what the time of a run went to. The trace is read in slices."""
     n_workers, served = trace.n_workers, trace.job.has_servers
     parts_s, n_steps, duration_s = np.zeros((n_workers, len(PARTS))), np.zeros(n_workers), 0.0
-    others = Between(n_workers)
+    others = Between.of(trace)
     for rows in trace.slices("pushes" if served else "exchanges"):
         for i, part in enumerate(PARTS):
             parts_s[:, i] += np.bincount(rows["worker"], np.nan_to_num(rows[f"{part}_s"]), n_workers)

@@ -197,6 +197,7 @@ class RowTally:
         elif table == "membership":
             for row in rows:
                 self._changes[int(row["worker"])] = Change(row["change"]).name.lower()
+                self.between.leaves(int(row["worker"]))
         elif table == "decisions":
             rows = rows[~np.isin(rows["controller"], [name.encode() for name in EVENTS])]
             own = set(rows.dtype.names or ()) - {"seq", "now_s", "controller", "worker", "chosen"}

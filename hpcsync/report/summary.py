@@ -46,8 +46,8 @@ class WorkerSummary(BaseModel):
     averages
         Number of averages in which the worker took part, whichever side began them; only where pairs average.
     load_share, compute_share, wait_share, comm_share, between_share
-        Shares of loading, compute, wait, communication, and of compression (with servers) or the time between
-        iterations (without), in their sum; None before the first iteration.
+        Shares of loading, compute, wait, communication, and of compression and the time between iterations, in their
+        sum; None before the first iteration.
     staleness_mean, staleness_max
         Staleness of the applied pushes, in updates.
     start_gap_max_iters, push_gap_max_iters
@@ -107,8 +107,8 @@ class Summary(BaseModel):
         Samples divided by `duration_s`.
     events, events_missed
         Number of the events of the job, and descriptions of those that did not occur before the run ended.
-    wait_share
-        Share of all workers' time.
+    wait_share, between_share
+        Shares of all workers' time: waiting; compression and the time between iterations.
     final_loss
         Loss of the last evaluation; None if it is not finite.
     diverged_at
@@ -178,6 +178,7 @@ class Summary(BaseModel):
     exchanges: int | None
     wire_bytes: int
     wait_share: float | None
+    between_share: float | None
     staleness_mean: float | None
     staleness_max: int | None
     start_gap_max_iters: int | None
@@ -235,7 +236,7 @@ def summarize(trace: Trace | TraceFile) -> Summary:
         workers=workers,
         start_gap_max_iters=int(tally.start_gap_max.max(initial=0)) if tally.served else None,
         push_gap_max_iters=int(leads.max(initial=0)) if leads is not None else None,
-        **tally.about(slice(None), "wait"),
+        **tally.about(slice(None), "wait", "between"),
         **tally.about_drops(),
         **tally.about_k(),
         **tally.about_commits(),
@@ -359,6 +360,8 @@ def _head(summary: Summary) -> RenderableType:
     if summary.encode_share is not None:
         moved = f"{1e-3 * summary.wire_bytes / max(1, summary.pushes or 0):,.1f} kB per push, including the read"
         head.add_row("compression", f"{moved}; takes {_percent(summary.encode_share)} of the time")
+    if summary.exchanges is None and (summary.between_share or 0.0) >= SMALL_SHARE:  # else the table has a column
+        head.add_row("other", f"{_percent(summary.between_share)} of the workers' time: {between.WORDS}")
     if sizes := [worker.batch_size for worker in summary.workers if worker.batch_size is not None]:
         head.add_row("batches", f"{_sizes(sizes)} samples at the end")
     for name, final, best in (

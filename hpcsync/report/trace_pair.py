@@ -89,7 +89,7 @@ def side(trace: Trace, samples: int) -> Side:
     time_s = float(updates["now_s"][np.searchsorted(updates["samples"], samples)]) if samples else 0.0
     rows = rows[rows["now_s"] <= time_s]
     wait_s, comm_s = (float(rows[column].sum()) for column in ("wait_s", "comm_s"))
-    between = Between(trace.n_workers)
+    between = Between.of(trace)
     between.add(rows)
     others_s = sum(float(rows[column].sum()) for column in ("load_s", "compute_s")) + float(between.seconds.sum())
     total_s = others_s + wait_s + comm_s

@@ -11,6 +11,7 @@ from hpcsync.report.explanation import explain, sentences
 from hpcsync.report.summary import summarize
 from hpcsync.trace.writer import TraceWriter
 from tests.unit.report.test_summary import text
+from tests.unit.simulator.runs import simulated
 from tests.unit.trace import peer_recorder
 from tests.unit.trace.recorder import attributes, record, with_rows
 
@@ -88,6 +89,39 @@ def test_compression_counts_in_the_total_everywhere(tmp_path):
     assert trace_pair.side(trace, summary.samples).wait_share == pytest.approx(of_all[2])
 
 
+def test_work_of_a_script_between_its_pushes_is_no_wait():
+    trace = record("ssp", jitter=0.3)
+    before, rows = summarize(trace), trace.tables["pushes"].copy()
+    for column in ("now_s", "begin_s", "end_s"):
+        rows[column] += GAP_S * (rows["iteration"] - 1)
+    gaps_s = GAP_S * (np.bincount(rows["worker"]) - 1)
+    trace = with_rows(trace, "pushes", rows)
+    times_s = np.array([rows[f"{part}_s"].sum() for part in PARTS])
+    summary = summarize(trace)
+    assert before.between_share == pytest.approx(0.0, abs=1e-9)
+    assert summary.between_share == pytest.approx(gaps_s.sum() / (times_s.sum() + gaps_s.sum()))
+    assert summary.wait_share == pytest.approx(times_s[2] / (times_s.sum() + gaps_s.sum()))
+    np.testing.assert_allclose(explain(trace).between_s, gaps_s, atol=1e-9)
+    assert "other work between iterations" in " ".join(text(summary).split())
+    assert "other work between iterations" not in " ".join(text(before).split())
+
+
+@pytest.mark.parametrize("paradigm", [{"name": "bsp"}, {"name": "ssp", "staleness": 1}])
+def test_the_time_of_an_absence_does_not_count(tmp_path, paradigm):
+    events = [{"worker": 0, "at_s": 2.0, "change": "leave"}, {"worker": 0, "at_s": 4.0, "change": "join"}]
+    trace = simulated(tmp_path, paradigm, [0.1, 0.2, 0.3], events=events)
+    np.testing.assert_allclose(explain(trace).between_s, 0.0, atol=1e-9)
+    control = Between(3)
+    control.add(trace.tables["pushes"])
+    assert control.seconds[0] > 1.5
+    watched = live.RowTally(3)
+    rows, changes = trace.tables["pushes"], trace.tables["membership"]
+    for begin_s, end_s in ((-1, 3), (3, 1e9)):
+        for table, all_rows in (("pushes", rows), ("membership", changes)):
+            watched.add(table, all_rows[(all_rows["now_s"] > begin_s) & (all_rows["now_s"] <= end_s)])
+    np.testing.assert_allclose(watched.between.seconds, 0.0, atol=1e-9)
+
+
 def test_waits_within_the_computation_of_separated_layers_count_once():
     sizes = {"name": "timing", "parameters": 10, "classifier": 5, "activations": 1}
     layers = {"name": "stanza", "cut": "classifier", "fc_share": 0.5}
@@ -117,4 +151,4 @@ def test_an_average_counts_on_both_sides(trace):
     assert "averages" in text(summary) and "exchanges" not in text(summary)
     gossip = summarize(peer_recorder.record("pull"))
     assert {worker.averages for worker in gossip.workers} == {None}
-    assert summarize(record("bsp", updates=4)).workers[0].between_share == 0.0
+    assert summarize(record("bsp", updates=4)).workers[0].between_share == pytest.approx(0.0, abs=1e-9)

@@ -20,6 +20,7 @@ def trace(grants, *, step_s=1.0, wait_s=0.25, updates=4, n_workers=2, engine="mp
         "grants": np.zeros(len(grants), TABLES["grants"]),
         "updates": np.zeros(updates, TABLES["updates"]),
         "pushes": np.zeros(updates, TABLES["pushes"]),
+        "membership": np.zeros(0, TABLES["membership"]),
     }
     tables["grants"]["worker"], tables["grants"]["iteration"] = np.array(grants).reshape(-1, 2).T
     tables["grants"]["local_steps"] = 1
