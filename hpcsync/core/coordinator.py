@@ -287,7 +287,7 @@ class Coordinator(Stateful):
         self._trace.append("evaluations", (now_s, version, samples, loss, accuracy, distance))
         self.last_accuracy = accuracy
         if self._stop.satisfied(loss, accuracy):
-            return self.stop(max(now_s, self._now_s))
+            return self.stop(max(now_s, self._now_s, known_s))
         if self.stopping or not self.active or not self._paradigm.uses_evaluations:
             return []
         self._now_s = max(now_s, self._now_s, known_s)

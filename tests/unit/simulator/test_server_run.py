@@ -273,6 +273,23 @@ def test_evaluations_are_of_the_moment_and_end_the_run(tmp_path):
     assert trace.tables["updates"]["version"][-1] == evaluations["version"][-1]
 
 
+@pytest.mark.parametrize("seconds", [None, 6.0])
+def test_a_target_stops_blocked_workers_when_its_evaluation_ends(tmp_path, seconds):
+    """Worker 0 is blocked since 1 s after the update that reaches the target; the control is an evaluation at once."""
+    job = make_job(
+        workload=LINEAR,
+        optimizer={"name": "sgd", "lr": 0.3},
+        stop={"updates": 1000, "target_loss": 0.05},
+        evaluation={"every_samples": 8} | ({} if seconds is None else {"seconds": seconds}),
+        cluster={"workers": 2, "compute": {"model": "constant", "seconds": [1.0, 10.0]}},
+    )
+    trace = simulate(job, tmp_path / "trace.h5")
+    grants, reached_s = trace.tables["grants"], trace.tables["updates"]["now_s"][-1]
+    own = grants[(grants["local_steps"] == 0) & (grants["worker"] == 0)]
+    assert own[["now_s", "held_s"]].tolist() == [(reached_s + 1.0, 0.0) if seconds is None else (reached_s + 6.0, 5.0)]
+    assert failed(trace) == []
+
+
 def test_the_number_of_servers_changes_no_result(tmp_path):
     one, three = (
         final_weights(linear_job(3, 4, "asp", cluster={"servers": servers}), tmp_path / f"{servers}.h5")
