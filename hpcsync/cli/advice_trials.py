@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import multiprocessing
+import os
 import sys
 import time
 import tomllib
@@ -188,9 +189,11 @@ class Trials:
         from rich.console import Console
         from rich.progress import track
 
+        from hpcsync.system.loader_processes import end_with
+
         left_s = None if self._until_s is None else self._until_s - time.monotonic()
         n_done = 0
-        pool = ProcessPoolExecutor(self._at_once, multiprocessing.get_context("spawn"))
+        pool = ProcessPoolExecutor(self._at_once, multiprocessing.get_context("spawn"), end_with, (os.getpid(),))
         try:
             futures = {pool.submit(simulate_one, job, folder, str(self._path)): folder for folder, job in todo.items()}
             ended = as_completed(futures, left_s)

@@ -263,6 +263,7 @@ def carry_out(path: Path, runs: Sequence[Run], *, simulated: bool, at_once: int)
 
 def _execute(path: Path, run: Run, processes: list[subprocess.Popen[bytes]], *, simulated: bool) -> int:
     from hpcsync.run_dir import layout, lock
+    from hpcsync.system.launcher import end_with_parent
 
     if finished(run):  # meanwhile, by another such command
         return 0
@@ -274,6 +275,8 @@ def _execute(path: Path, run: Run, processes: list[subprocess.Popen[bytes]], *, 
     command += [word for override in run.overrides for word in ("--set", override)]
     command += ["--out", str(run.folder), *(["--resume"] if not simulated and run.folder.exists() else [])]
     with run.folder.with_name(f"{run.folder.name}.log").open("a", encoding="utf-8") as log:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=end_with_parent()
+        )
     processes.append(process)
-    return process.wait()
+    return process.wait()  # in the thread with which it ends

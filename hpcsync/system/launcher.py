@@ -393,7 +393,7 @@ def launch(
                 stderr=output or subprocess.PIPE,
                 stdin=subprocess.DEVNULL,  # a process group of its own may not read the terminal
                 process_group=0,  # only this process receives Ctrl-C, and forwards it once
-                preexec_fn=_end_with_parent(),
+                preexec_fn=end_with_parent(),
             )
         except OSError as error:
             raise LaunchError(f"{line[0]}: {error.strerror}") from None
@@ -541,8 +541,8 @@ def _rank_0(mark: str) -> set[int]:
     }
 
 
-def _end_with_parent() -> Callable[[], None] | None:
-    """Return a `preexec_fn` with which the kernel sends SIGTERM to the launcher when this thread has ended (Linux)."""
+def end_with_parent() -> Callable[[], None] | None:
+    """Return a `preexec_fn` with which the kernel sends SIGTERM to a process when this thread has ended (Linux)."""
     if sys.platform != "linux":
         return None
     PR_SET_PDEATHSIG = 1

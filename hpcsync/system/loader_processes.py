@@ -69,7 +69,7 @@ def start(unneeded: Iterable[torch.Tensor] = ()) -> None:
 def _serve(rank: int, command: str, descriptors: Sequence[int], unneeded: Iterable[torch.Tensor]) -> None:
     """Serve until the rank ends."""
     os.setsid()  # signals to the ranks do not reach worker processes
-    _end_with_parent(rank)
+    end_with(rank)
     for descriptor in map(int, os.listdir("/dev/fd")):
         if descriptor > 2 and descriptor not in descriptors:
             with contextlib.suppress(OSError):
@@ -86,7 +86,7 @@ def _serve(rank: int, command: str, descriptors: Sequence[int], unneeded: Iterab
     exec(command, {})
 
 
-def _end_with_parent(parent: int) -> None:
+def end_with(parent: int) -> None:
     """Let the kernel kill this process when its parent ends; on Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -151,7 +151,7 @@ class _Beginning:
     def __call__(self, number: int) -> None:
         parent = multiprocessing.parent_process()
         if parent is not None and parent.pid != os.getppid():  # forked from the server
-            _end_with_parent(os.getppid())
+            end_with(os.getppid())
         if self._then is not None:
             self._then(number)
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import html
 import json
 import re
+import subprocess
 import sys
+import time
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from rich.console import Console
 
@@ -250,6 +253,22 @@ def test_what_fails_in_the_last_trial_leaves_the_advice(job, tmp_path, capsys, m
     asked, number = asked._replace(out=tmp_path / "other"), 2
     with pytest.raises(JobError, match="trial-2/.*: the simulation failed, see "):
         main(job, asked)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells the simulations on Linux only")
+def test_no_simulation_outlives_the_command(job, tmp_path):
+    argv = [sys.executable, "-m", "hpcsync", "advise", str(job), "--jobs", "2", "--out", str(tmp_path / "out")]
+    process = subprocess.Popen([*argv, "--set", "stop={samples = 10_000_000, target_loss = 1e-30}"])
+    deadline_s = time.monotonic() + 60
+    while not (logs := [*tmp_path.glob("out/trial-1/*/*.log")]) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    children = psutil.Process(process.pid).children()
+    process.kill()
+    process.wait()
+    _, left = psutil.wait_procs(children, 10)
+    for child in left:
+        child.kill()
+    assert logs and children and not left
 
 
 def test_a_simulation_whose_process_is_killed_is_told_in_one_line(job, tmp_path, monkeypatch):

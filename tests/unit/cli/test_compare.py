@@ -250,7 +250,8 @@ def test_of_two_runs_of_one_job_the_newest_counts(job: Path, capsys: pytest.Capt
     assert "no probabilities: 1 common seed, at least 3 are needed" in said.out
 
 
-def test_processes_of_a_grid(job: Path) -> None:
+@pytest.mark.parametrize(("signum", "status"), [(signal.SIGTERM, 1), (signal.SIGKILL, -9)])
+def test_processes_of_a_grid(job: Path, signum: int, status: int) -> None:
     """Two simulations at a time, as a user starts them; a signal ends them all."""
     command = [sys.executable, "-m", "hpcsync", "compare", str(job), "--vary", TWO[0], "--simulate"]
     environ = {**os.environ, "COLUMNS": "80"}
@@ -269,10 +270,19 @@ def test_processes_of_a_grid(job: Path) -> None:
         pid for task in Path(f"/proc/{process.pid}/task").iterdir() for pid in (task / "children").read_text().split()
     ]
     assert children
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == 1
-    assert "interrupted; the same command resumes" in process.stderr.read()
-    assert not any(Path(f"/proc/{pid}").exists() for pid in children)
+    process.send_signal(signum)
+    assert process.wait(30) == status
+    while (left := [pid for pid in children if is_running(pid)]) and time.monotonic() < deadline_s:
+        time.sleep(0.05)  # after SIGKILL the kernel tells them
+    for pid in left:
+        os.kill(int(pid), signal.SIGKILL)
+    assert not left
+    assert ("interrupted; the same command resumes" in process.stderr.read()) == (signum == signal.SIGTERM)
+
+
+def is_running(pid: str) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 def test_variants_of_overrides() -> None:
