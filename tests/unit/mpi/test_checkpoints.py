@@ -176,12 +176,15 @@ def test_a_commit_that_the_gate_keeps_back_is_saved(comm, only, folder, monkeypa
     given = job("ashl", workers, optimizer={"name": "sgd", "lr": 0.05}, **tables)
     this = Job.from_table({**given.model_dump(exclude_none=True), "paradigm": gate | short})
     save_once(monkeypatch, lambda coordinator: coordinator.is_pending(last))
-    on_some(comm, this, folder / "a")
+    for run in (folder / "a", folder / "b", folder / "c"):  # on busy cores the commit seldom comes last
+        on_some(comm, this, run)
+        if comm.bcast(checkpoint.newest(run)) is not None:
+            break
     if comm.rank == 0:
-        assert last in read_part(checkpoint.newest(folder / "a"), "server-0")["kept"]
+        assert last in read_part(checkpoint.newest(run), "server-0")["kept"]
     if forgets:
         monkeypatch.setattr(Shard, "_restore_slots", lambda self, workers, saved: None)
-    torn = killed(comm, folder / "a")
+    torn = killed(comm, run)
     there = comm.Split(0 if comm.rank < comm.size - n_fewer else MPI.UNDEFINED)
     if there != MPI.COMM_NULL:
         weights = resume_run(there, this, torn).flat.weights.cpu().numpy()
