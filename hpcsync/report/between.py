@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
-from hpcsync.trace.reader import Trace, TraceFile
 from hpcsync.trace.schema import Change, Rows
+
+if TYPE_CHECKING:
+    from hpcsync.trace.reader import Trace, TraceFile
 
 WORDS = "compression, steps of the optimizer and other work between iterations"
 
