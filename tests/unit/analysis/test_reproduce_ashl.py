@@ -204,6 +204,24 @@ def test_were_all_alike_nobody_would_be_sooner_nor_wait(jobs):
     assert len(waiting) == len(ashl.SETTINGS) and not (waiting["verdict"] == "holds").any()
 
 
+def test_the_least_ratio_is_that_of_one_cluster_for_all_seeds():
+    """Each cluster is soonest with one seed by chance: each seed's least would hold, and no cluster's mean does."""
+    jobs = ashl.jobs(5)
+    frame = results(jobs, lambda arm, method: 10.0 if method == "BSP" else 5.0)
+    seeds = ashl.FIRST_SEED + np.arange(5)
+    adsp = (frame["paradigm"] == "ADSP") & (frame["arm"] == "main")
+    for setting, seed in zip(ashl.SETTINGS, seeds, strict=False):
+        lucky = adsp & (frame["setting"] == ashl.setting_of(*setting)) & (frame["seed"] == seed)
+        frame.loc[lucky, ["loss_s", "loss_at_least_s"]] = 3.0
+    says = "least of ADSP's time / BSP's, by the loss"
+    found = judge(frame, says).loc[says]
+    assert found["mean"] == pytest.approx((0.3 * 0.5**4) ** 0.2) and found["verdict"] != "holds"
+    uneven = adsp & (frame["setting"] == "4-3.2")
+    frame.loc[uneven, ["loss_s", "loss_at_least_s"]] = 3.0
+    found = judge(frame, says).loc[says]
+    assert (found["mean"], found["verdict"]) == (pytest.approx(0.3), "holds"), "the control"
+
+
 def test_who_never_gets_there_beats_nobody_and_is_beaten(jobs):
     says = "10 workers, H = 2, by the loss: ASHL's time / ADSP's"
     for never, holds in (("ASHL", False), ("ADSP", True)):
