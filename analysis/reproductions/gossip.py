@@ -24,7 +24,7 @@ from hpcsync.figures import plotting
 from hpcsync.run_dir import layout
 from hpcsync.trace.reader import load
 from reproductions.claims import Claim, Of, apart, arrives_after_s, conclude, of, points, ratio, settled_s, time_to
-from reproductions.simulating import simulate_all
+from reproductions.simulating import simulate_all, write_changed
 from reproductions.tuning import tuned
 
 # ---- what is run ----
@@ -137,14 +137,13 @@ def table_of(times: Path, workers: int, seed: int) -> Path:
 
 def write_times(path: Path, workers: int, seed: int, compute_s: float = COMPUTE_S) -> None:
     """Seconds of each worker's iterations; every fourth worker, from the first on, sleeps in each of its own."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     draw = np.random.default_rng([seed, workers])
     seconds = compute_s * draw.lognormal(0.0, JITTER, (workers, ROWS))
     seconds[::ONE_IN] += draw.uniform(0.0, SLEEP_S, seconds[::ONE_IN].shape)
     frame = (
         pd.DataFrame(seconds).rename_axis("worker").melt(var_name="iteration", value_name="seconds", ignore_index=False)
     )
-    frame.reset_index().to_csv(path, index=False)
+    write_changed(frame.reset_index().to_csv(index=False), path)
 
 
 # ---- what came of it ----

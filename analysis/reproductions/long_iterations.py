@@ -18,7 +18,7 @@ from hpcsync.config.job import Job
 from reproductions import first_k
 from reproductions.claims import Claim, Of, conclude, of, points
 from reproductions.first_k import ASP, BSP, FIXED_SHARE, JITTER, SLOWNESS, WORDS, WORKERS, Method, first
-from reproductions.simulating import simulate_all
+from reproductions.simulating import simulate_all, write_changed
 
 LONGER = 10  # times the iterations of `first_k`, and its contention: 290 ms
 EQUAL_S = LONGER * first_k.EQUAL_S
@@ -94,9 +94,8 @@ def write_times(times: Path, cluster: str, seed: int) -> None:
         seconds *= FASTEST_S * np.array(SLOWNESS)[:, None]
         seconds[draw.uniform(size=seconds.shape) < 1 / ONE_IN] *= STALL
     worker, iteration = np.indices(seconds.shape)
-    times.mkdir(parents=True, exist_ok=True)
     frame = pd.DataFrame({"worker": worker.ravel(), "iteration": iteration.ravel(), "seconds": seconds.ravel()})
-    frame.to_csv(_path(times, cluster, seed), index=False)
+    write_changed(frame.to_csv(index=False), _path(times, cluster, seed))
 
 
 # ---- what is claimed: by the paper only that batches are faster than BSP and ASP ----

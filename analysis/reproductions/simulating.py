@@ -29,10 +29,19 @@ def simulate_all(
 
 
 def finished(folder: Path, job: Job) -> bool:
-    """Return True if the folder has the finished run of exactly this job."""
-    if not (folder / layout.SUMMARY).exists():
+    """Return True if the folder has the finished run of exactly this job, with its file of times as it is now."""
+    summary = folder / layout.SUMMARY
+    if not summary.exists() or Job.from_toml((folder / layout.JOB).read_text(encoding="utf-8")) != job:
         return False
-    return Job.from_toml((folder / layout.JOB).read_text(encoding="utf-8")) == job
+    table = getattr(job.cluster.compute, "table", None)
+    return table is None or Path(table).stat().st_mtime_ns <= summary.stat().st_mtime_ns
+
+
+def write_changed(text: str, path: Path) -> None:
+    """Write an input of runs, unless the file has it: those that have read it stay finished."""
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from reproductions.claims import (
     settled_s,
     time_to,
 )
-from reproductions.simulating import finished, simulate_all
+from reproductions.simulating import finished, simulate_all, write_changed
 
 SEEDS = (1, 2, 3)
 
@@ -395,3 +395,15 @@ def test_a_changed_or_unfinished_run_is_simulated_again(tmp_path):
     assert not finished(tmp_path / "run", other)
     assert simulate_all({"run": other}, tmp_path, 1, console) == 1
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "finished"
+
+
+def test_a_run_with_other_times_in_the_same_file_is_simulated_again(tmp_path):
+    """The job has the name of the file alone; the control is a file that is written again with the same times."""
+    times, console = tmp_path / "times.csv", Console(quiet=True)
+    header = "worker,iteration,seconds\n0,0,"
+    table = next(iter(dssp.jobs(1, 1 / 200).values())).model_dump(exclude_none=True)
+    compute = {"model": "table", "table": str(times)}
+    job = Job.from_table(table | {"cluster": {"workers": 1, "compute": compute}})
+    for seconds, simulated in (("0.1\n", 1), ("0.1\n", 0), ("0.2\n", 1), ("0.2\n", 0)):
+        write_changed(header + seconds, times)
+        assert simulate_all({"run": job}, tmp_path, 1, console) == simulated
