@@ -156,6 +156,14 @@ def test_adasync_is_beside_the_soonest_k_of_each_error(jobs):
     says = "exponential times, noisy labels: AdaSync's times to 5 errors / those of the soonest k"
     verdict = judged(first_k.claims(), results(jobs, number)).set_index("claim").loc[says]
     assert verdict["mean"] == pytest.approx(1.2) and verdict["verdict"] != "holds"
+    seeds = results(first_k.jobs(5), number)
+    early = (seeds["paradigm"] == "k-sync 2") & (seeds["arm"] == "published")
+    columns = [f"error_{share:g}_s" for share in first_k.EARLY]
+    seeds.loc[early, columns] = 1.0
+    assert judged(first_k.claims(), seeds).set_index("claim").loc[says, "mean"] == pytest.approx(6.0), "the control"
+    seeds.loc[early & (seeds["seed"] != first_k.FIRST_SEED), columns] = np.nan
+    found = judged(first_k.claims(), seeds).set_index("claim").loc[says, "mean"]
+    assert found == pytest.approx(1.2), "a k that arrives with one of five seeds is not the soonest"
     ends = "exponential times, noisy labels: AdaSync ends no worse than k = 8"
     worse = results(jobs, number, lambda setting, method: 0.03 if method == "k-sync loss" else 0.02)
     assert ends in holding(results(jobs, number)) and ends not in holding(worse)
