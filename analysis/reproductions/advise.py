@@ -198,9 +198,9 @@ def real(setting: Setting, simulated: str, seed: int) -> Job:
 
 
 def advise(setting: Setting, measured: Path, out: Path, processes: int) -> dict[str, Any]:
-    """Return the advice in out/SETTING, with its cost; it is asked for only once."""
+    """Return the advice in out/SETTING, with its cost; it is asked for only once for a job and its candidates."""
     folder, cost = out / str(setting), out / f"{setting}-cost.json"
-    if not cost.exists():
+    if not (cost.exists() and _advised_on(setting, out)):
         out.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(folder, ignore_errors=True)  # its cost is that of all of it
         file = out / f"{setting}.toml"
@@ -220,6 +220,14 @@ def advise(setting: Setting, measured: Path, out: Path, processes: int) -> dict[
     summaries = folder.glob(f"trial-*/*/*/{layout.SUMMARY}")
     found["samples"] = sum(json.loads(each.read_text(encoding="utf-8"))["samples"] for each in summaries)
     return found | json.loads(cost.read_text(encoding="utf-8"))
+
+
+def _advised_on(setting: Setting, out: Path) -> bool:
+    """Return True if the advice in the folder is on this job and these candidates."""
+    job = Job.from_toml((out / f"{setting}.toml").read_text(encoding="utf-8"))
+    found = json.loads((out / str(setting) / "advice.json").read_text(encoding="utf-8"))
+    tried = {row["label"] for row in found["trials"][0]["candidates"]}
+    return job == Job.from_table(asked(setting)) and tried == set(candidates(setting))
 
 
 def command_line(file: Path, labels: Sequence[str], measured: Path, folder: Path, processes: int) -> None:

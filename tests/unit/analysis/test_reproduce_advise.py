@@ -132,7 +132,10 @@ def test_every_job_is_valid_and_stragglers_follow_from_the_seed():
 
 
 @pytest.mark.parametrize(("before", "seconds"), [("asp", 4.0), ("bsp", 9.0)])
-def test_an_earlier_advice_that_chose_another_candidate_does_not_predict_this_one(tmp_path, before, seconds):
+def test_an_earlier_advice_that_chose_another_candidate_does_not_predict_this_one(
+    tmp_path, monkeypatch, before, seconds
+):
+    monkeypatch.setattr(advise, "CANDIDATES", ("bsp", "asp"))
     times = {"bsp": 4.0, "asp": 4.1}  # so near that the simplest is advised
     setting = advise.Setting("digits", "equal", 0.0)
     rows = [{"label": label, "predicted": {"seconds": s}, "time_s": {"mean": s}} for label, s in times.items()]
@@ -141,8 +144,31 @@ def test_an_earlier_advice_that_chose_another_candidate_does_not_predict_this_on
     advice = found | {"trials": [{"candidates": rows}]}
     (tmp_path / str(setting) / "advice.json").write_text(json.dumps(advice))
     (tmp_path / f"{setting}-cost.json").write_text("{}")
+    (tmp_path / f"{setting}.toml").write_text(Job.from_table(advise.asked(setting)).to_toml())
     chosen = advise.advise(setting, tmp_path, tmp_path, 1)
     assert (chosen["advised"], chosen["predicted"]["seconds"]) == ("bsp", seconds)
+
+
+@pytest.mark.parametrize("change", ["none", "candidates", "rate"])
+def test_an_advice_on_another_job_or_on_other_candidates_is_asked_for_again(tmp_path, monkeypatch, change):
+    setting, calls = advise.Setting("digits", "equal", 0.0), []
+    answer = {"advised": None, "indistinguishable": [], "trials": [{"candidates": [{"label": "bsp"}]}]}
+
+    def answered(file, labels, measured, folder, processes):
+        calls.append(labels)
+        folder.mkdir()
+        (folder / "advice.json").write_text(json.dumps(answer))
+
+    monkeypatch.setattr(advise, "command_line", answered)
+    monkeypatch.setattr(advise, "CANDIDATES", ("bsp",))
+    advise.advise(setting, tmp_path, tmp_path, 1)
+    if change == "candidates":
+        monkeypatch.setattr(advise, "CANDIDATES", ("bsp", "asp"))
+    if change == "rate":
+        faster = advise.WORKLOADS["digits"]._replace(rates={0.0: 0.8})
+        monkeypatch.setitem(advise.WORKLOADS, "digits", faster)
+    advise.advise(setting, tmp_path, tmp_path, 1)
+    assert len(calls) == (1 if change == "none" else 2)
 
 
 def test_one_setting_is_advised_on_and_run_and_nothing_is_repeated(tmp_path, monkeypatch):
