@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -149,10 +150,11 @@ def measure(hosts: Hosts, folder: Path, size_bytes: int) -> dict[str, Any]:
 
 
 def hpcsync(command: str, asked: Job, folder: Path, hosts: Hosts | None = None) -> None:
-    if (folder / layout.SUMMARY).exists():
-        return
-    folder.mkdir(parents=True, exist_ok=True)
     file = folder / "asked.toml"
+    if (folder / layout.SUMMARY).exists() and Job.from_toml(file.read_text(encoding="utf-8")) == asked:
+        return
+    shutil.rmtree(folder, ignore_errors=True)  # of another job, such as with the link as it was measured before
+    folder.mkdir(parents=True)
     file.write_text(asked.to_toml(), encoding="utf-8")
     line = [sys.executable, "-m", "hpcsync", command, str(file), "--out", str(folder.resolve())]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -235,5 +237,5 @@ def table(frame: pandas.DataFrame) -> Table:
 
 
 def misses(frame: pandas.DataFrame) -> pandas.DataFrame:
-    """Return the rows that miss an aim."""
-    return frame[((frame.ratio - 1).abs() > RATIO) | (frame.wait_points.abs() > POINTS)]
+    """Return the rows that miss an aim; a figure that is missing does."""
+    return frame[~(((frame.ratio - 1).abs() <= RATIO) & (frame.wait_points.abs() <= POINTS))]
