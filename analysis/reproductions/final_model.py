@@ -20,7 +20,7 @@ from reproductions.tuning import stem
 CORRECT = "test-correct.npy"  # in a run's folder: what the final model has right of the test data
 
 
-def remembered(folder: Path, find: Callable[[nn.Module], np.ndarray]) -> np.ndarray:
+def remembered(folder: Path, find: Callable[[nn.Module], np.ndarray], length: int) -> np.ndarray:
     """Return what `find` returns of the final model of a finished run, or what it has returned before.
 
     Parameters
@@ -29,9 +29,12 @@ def remembered(folder: Path, find: Callable[[nn.Module], np.ndarray]) -> np.ndar
         Folder of a run that has kept its weights.
     find
         Called with the model in evaluation mode, without gradients.
+    length
+        Of what it returns; what is remembered with another one was found with other test data.
     """
     path, weights = folder / CORRECT, folder / layout.WEIGHTS
-    if not path.exists() or path.stat().st_mtime_ns < weights.stat().st_mtime_ns:  # that of an earlier run there
+    known = path.exists() and path.stat().st_mtime_ns >= weights.stat().st_mtime_ns  # not of an earlier run there
+    if not known or len(np.load(path)) != length:
         torch.set_num_threads(1)
         model = build(Job.from_toml((folder / layout.JOB).read_text(encoding="utf-8"))).model
         model.load_state_dict(load_file(weights))

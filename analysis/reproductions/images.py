@@ -29,7 +29,7 @@ SAMPLES = 32_768  # a guess: 2 passes over the training images, 256 updates of B
 
 def correct(folder: Path) -> np.ndarray:
     """Return for each test image whether the final model of a run classifies it correctly, and remember it."""
-    return np.unpackbits(remembered(folder, _correct), count=TESTED).astype(bool)
+    return np.unpackbits(remembered(folder, _correct, -(-TESTED // 8)), count=TESTED).astype(bool)
 
 
 def _correct(model: nn.Module) -> np.ndarray:

@@ -51,7 +51,7 @@ def sizes() -> np.ndarray:
 
 def correct(folder: Path) -> np.ndarray:
     """Return how many characters of each test file the final model of a run predicts, and remember it."""
-    return remembered(folder, _correct)
+    return remembered(folder, _correct, len(test_sequences()))
 
 
 def _correct(model: nn.Module) -> np.ndarray:
