@@ -326,8 +326,8 @@ class Iterations(Stateful):
             if length is None:
                 if batches.counted() == 0 and epochs.stop == sys.maxsize:
                     raise JobError(
-                        f"shard: worker {self._worker} has no batch in a training epoch, of which it would read one "
-                        "after the other: each worker needs a batch"
+                        f"shard: worker {self._worker} has no batch in a training epoch; with epochs = None each "
+                        "worker needs at least one"
                     )
                 self._lengths[epoch] = batches.counted()
                 self._skip = max(0, skip - batches.counted())

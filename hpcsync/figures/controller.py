@@ -35,7 +35,8 @@ def draw(traces: list[Trace], workers: int = 8) -> list[Drawing]:
     """Draw a figure for each of these traces."""
     traces, notes = plotting.with_part(traces, has_decisions, "decision of a controller")
     tails = [re.sub(r"\W+", "-", f"-{name.lower()}").rstrip("-") for name in plotting.labels(traces)]
-    tails = [f"{tail}-{n}" if tails.count(tail) > 1 else tail for n, tail in enumerate(tails, 1)]
+    if len(set(tails)) < len(tails):
+        tails = [f"{tail}-{n}" for n, tail in enumerate(tails, 1)]
     drawings = [
         draw_one(trace, name, tail if len(traces) > 1 else "", workers)
         for trace, name, tail in zip(traces, plotting.labels(traces), tails, strict=True)

@@ -54,7 +54,7 @@ def whole(path: Path) -> Iterator[Path]:
     NotWritten
         If the system refuses to write.
     """
-    if path.exists() and not path.is_file():
+    if os.path.exists(path) and not os.path.isfile(path):  # unlike Path.exists, False where the system refuses to look
         with naming(path):
             yield path
         return

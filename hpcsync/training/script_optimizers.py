@@ -721,6 +721,8 @@ def _lay_out_kept(optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Lay out what is kept of each parameter as the parameter is, such as with its channels last."""
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():
+            if not isinstance(parameter, torch.Tensor):  # what an optimizer keeps for all parameters
+                continue
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                     if value.stride() != parameter.stride():

@@ -117,7 +117,7 @@ def _confirmed(comm: MPI.Intracomm, device: torch.device, found: list[WindowTria
     Kinds that fail there are marked as failed; the others stay as they were.
     """
     while (kind := fastest(found)) is not None:
-        again = attempt(comm, Transport(kind, device), count=COUNT // 4)
+        again = attempt(comm, Transport(kind, device), count=COUNT // 2)
         succeeded = again.took_s is not None
         changed = {"note": again.note} if succeeded else {"took_s": None, "failure": again.failure}
         found = [one._replace(**changed) if one.kind == kind else one for one in found]

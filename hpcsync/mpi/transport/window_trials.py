@@ -24,7 +24,7 @@ class WindowTrial(NamedTuple):
     kind : str
         Kind of window.
     took_s : float or None
-        Duration of a 16 MB round trip, in seconds; infinite if it was not tried, None if it failed.
+        Duration of a 8 MB round trip, in seconds; infinite if it was not tried, None if it failed.
     failure : str
         Reason of the failure, "" without one.
     note : str
@@ -89,4 +89,4 @@ def _describe(one: WindowTrial) -> str:
         return f"{one.kind}: {one.failure}"
     if one.took_s == math.inf:
         return f"{one.kind}: not compared with others, no child job could be started"
-    return f"{one.kind}: 16 MB there and back in {1e3 * one.took_s:.2f} ms" + f" ({one.note})" * bool(one.note)
+    return f"{one.kind}: 8 MB there and back in {1e3 * one.took_s:.2f} ms" + f" ({one.note})" * bool(one.note)

@@ -78,7 +78,7 @@ def refusal(comm, this: Job) -> str:
 def test_the_fastest_working_kind_is_selected_and_reported(comm, machine):
     found = place(comm, job(), GPU)
     assert (found.transport.kind, found.transport.device) == ("ipc", GPU)
-    why = "ipc: 16 MB there and back in 1.00 ms; staged: 16 MB there and back in 4.00 ms; mpi: ended with status 139"
+    why = "ipc: 8 MB there and back in 1.00 ms; staged: 8 MB there and back in 4.00 ms; mpi: ended with status 139"
     assert found.why == why
     assert machine.tried == [*child(comm, "staged", "ipc", "mpi"), "ipc"]
     ranks = f"ranks 0 to {comm.size - 1}, which share it" if comm.size > 2 else ""
@@ -98,7 +98,7 @@ def test_a_kind_that_fails_among_the_ranks_of_the_run_is_not_selected(comm, mach
 
 def test_notes_of_the_runs_own_ranks_are_reported(comm, machine):
     machine.note = "pages not locked"
-    assert place(comm, job("staged"), GPU).why == "staged: 16 MB there and back in 4.00 ms (pages not locked)"
+    assert place(comm, job("staged"), GPU).why == "staged: 8 MB there and back in 4.00 ms (pages not locked)"
 
 
 def test_without_a_working_window_the_cpu_must_be_used(comm, machine):
@@ -148,7 +148,7 @@ def test_trial_and_confirmation_with_host_memory_in_the_place_of_gpus(comm, need
     monkeypatch.setattr(gpu_selection, "describe", lambda device: Gpu("none", "0000:01"))
     monkeypatch.setattr(window_selection, "Transport", lambda kind, device: Transport(kind))
     found = place(comm, job(), GPU)
-    assert found.why.count("16 MB there and back in") == 3 and found.why.startswith(f"{found.transport.kind}: ")
+    assert found.why.count("8 MB there and back in") == 3 and found.why.startswith(f"{found.transport.kind}: ")
     assert place(comm, job("mpi"), GPU).transport.kind == "mpi"
 
 

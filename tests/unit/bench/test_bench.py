@@ -165,7 +165,7 @@ def test_windows_are_ordered_by_speed_and_failed_ones_left_out(monkeypatch):
     monkeypatch.setattr(bench, "rehearse", lambda: trials)
     kinds, why = bench.windows()
     assert kinds == ["ipc", "staged"]
-    assert why.startswith("ipc: 16 MB") and "mpi: crashes" in why
+    assert why.startswith("ipc: 8 MB") and "mpi: crashes" in why
     monkeypatch.setattr(bench, "rehearse", lambda: trials[2:])
     with pytest.raises(JobError, match="--device cuda: no kind of window works: mpi: crashes"):
         bench.windows()

@@ -180,6 +180,8 @@ def test_a_commit_that_the_gate_keeps_back_is_saved(comm, only, folder, monkeypa
         on_some(comm, this, run)
         if comm.bcast(checkpoint.newest(run)) is not None:
             break
+    else:
+        pytest.fail("in no attempt did the commit come last")
     if comm.rank == 0:
         assert last in read_part(checkpoint.newest(run), "server-0")["kept"]
     if forgets:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hpcsync.training.flat_model import FlatModel
-from hpcsync.training.script_optimizers import OfShard, ScriptOptimizers, unscale
+from hpcsync.training.script_optimizers import OfShard, ScriptOptimizers, _lay_out_kept, unscale
 
 
 class Scale:
@@ -89,3 +89,12 @@ def test_what_servers_have_kept_is_laid_out_as_the_parameter(dtype):
     found = adam.state[model.weight]["exp_avg"]
     assert torch.equal(found, moment) and found.stride() == model.weight.stride()
     assert (dtype == torch.float32) == model.weight.is_contiguous(), "only the flat vector's own type is a view"
+
+
+def test_what_an_optimizer_keeps_for_all_parameters_stays_as_it_is():
+    """Optimizers of other packages keep some of their state under other keys than parameters."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer.state["k"] = torch.tensor([0])
+    _lay_out_kept([optimizer])
+    assert optimizer.state["k"] == 0

@@ -36,7 +36,7 @@ def test_the_fastest_working_kind_is_chosen(trials: list[WindowTrial], kind: str
 
 def test_the_reason_begins_with_the_chosen_kind_and_is_complete() -> None:
     assert reason([STAGED, MPI, IPC], "ipc") == (
-        "ipc: 16 MB there and back in 0.10 ms; staged: 16 MB there and back in 2.10 ms; mpi: ended with status -11"
+        "ipc: 8 MB there and back in 0.10 ms; staged: 8 MB there and back in 2.10 ms; mpi: ended with status -11"
     )
     assert reason([MPI]) == "mpi: ended with status -11"
     assert "no child job" in reason([WindowTrial("staged", math.inf)])
