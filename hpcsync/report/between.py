@@ -40,7 +40,7 @@ class Between:
 
     @classmethod
     def of(cls, trace: Trace | TraceFile) -> Between:
-        """Return the sum over no rows of a trace yet."""
+        """Return an empty sum for a trace, whose returns of workers it knows."""
         changes = np.concatenate(list(trace.slices("membership")))
         return cls(trace.n_workers, changes[changes["change"] == Change.JOINED])
 

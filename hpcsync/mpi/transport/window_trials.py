@@ -24,7 +24,7 @@ class WindowTrial(NamedTuple):
     kind : str
         Kind of window.
     took_s : float or None
-        Duration of a 8 MB round trip, in seconds; infinite if it was not tried, None if it failed.
+        Duration of an 8 MB round trip, in seconds; infinite if it was not tried, None if it failed.
     failure : str
         Reason of the failure, "" without one.
     note : str
