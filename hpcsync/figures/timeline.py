@@ -18,6 +18,8 @@ worker's last transfer.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
@@ -65,14 +67,15 @@ def draw(traces: list[Trace], workers: int = 16, from_s: float = 0.0, to_s: floa
         marks = events(trace)
         marks = marks[marks["worker"].isin(list(place)) & marks["begin_s"].between(from_s, to_s)]
         waits = waits_of(trace, place, from_s, to_s)
-        shown, marks = left_out(trace, reports, place, frame, marks, to_s)
+        shown, marks = left_out(trace, reports, place, frame, marks, seconds(to_s, to_s - from_s))
         draw_bars(axis, frame, place)
         draw_waits(axis, waits, place)
         draw_events(axis, marks, place)
         drawn |= set(marks["activity"]) | ({"wait for"} if len(waits) else set())
         if shown:
-            window_s = f"{from_s:.4g} to {min(to_s, float(reports['end_s'].max())):.4g} s"
-            notes.append(f"{name}: {window_s}: {shown} drawn; --from, --to and --workers choose the part")
+            end_s = min(to_s, float(reports["end_s"].max()))
+            window = f"{seconds(from_s, to_s - from_s)} to {seconds(end_s, to_s - from_s)} s"
+            notes.append(f"{name}: {window}: {shown} drawn; --from, --to and --workers choose the part")
         title(axis, name, f"{shown} drawn" if shown else "")
         axis.set(ylabel="worker", xlim=(from_s, to_s), ylim=(len(place) - 0.4, -0.6))
         axis.set_yticks(list(place.values()), ["servers" if worker == SERVERS else worker for worker in place])
@@ -112,7 +115,7 @@ def place_of(trace: Trace, workers: int) -> dict[int, int]:
 
 
 def left_out(
-    trace: Trace, reports: pd.DataFrame, place: dict[int, int], frame: pd.DataFrame, marks: pd.DataFrame, to_s: float
+    trace: Trace, reports: pd.DataFrame, place: dict[int, int], frame: pd.DataFrame, marks: pd.DataFrame, to: str
 ) -> tuple[str, pd.DataFrame]:
     """Return which part of the run is drawn in words, "" for all of it, and the updates and events that are drawn."""
     has_rows = reports[reports["batch_size"] > 0]
@@ -122,9 +125,14 @@ def left_out(
     for what, some in (("updates", marks["activity"] == "update"), ("events", marks["activity"] != "update")):
         thinned.append(plotting.thinned(marks[some], MARKS))
         if len(thinned[-1]) < some.sum():
-            parts.append((len(thinned[-1]), int(some.sum()), f"{what} before {to_s:.4g} s"))
+            parts.append((len(thinned[-1]), int(some.sum()), f"{what} before {to} s"))
     words = [f"{some:,} of {of:,} {what}" for some, of, what in parts if some < of]
     return ", ".join(words), pd.concat(thinned)
+
+
+def seconds(at_s: float, window_s: float) -> str:
+    """Return a time to a thousandth of the window that is drawn, in digits."""
+    return f"{round(at_s, 3 - math.floor(math.log10(window_s))):,.15g}"
 
 
 def draw_bars(axis: Axes, frame: pd.DataFrame, place: dict[int, int]) -> None:

@@ -118,7 +118,7 @@ def interval(estimate: Estimate | None) -> str:
     if estimate.half_width is None:
         return number(estimate.mean)
     low, high = estimate.mean - estimate.half_width, estimate.mean + estimate.half_width
-    return f"{estimate.mean:.3g} ({low:.3g} to {high:.3g})"
+    return f"{number(estimate.mean, 3)} ({number(low, 3)} to {number(high, 3)})"
 
 
 def cut(label: str, most: int = 54) -> str:
@@ -192,10 +192,10 @@ def _bars(caption: str, of: str, bars: Mapping[str, Rows], row: float) -> tuple[
             share = 100 * seconds / total_s
             wide = x(begin + share) - x(begin) - 0.6
             if wide > 0:
-                told = title(f"{who}: {PART_NAMES[part]} {share:.1f} %, {seconds:.4g} s")
+                told = title(f"{who}: {PART_NAMES[part]} {share:.1f} %, {number(seconds)} s")
                 parts.append(element("rect", told, x=x(begin), y=y, width=wide, height=15, class_=f"bar {part}"))
             begin += share
-        rows.append((who, *(f"{100 * seconds / total_s:.2f}" for seconds in bar), f"{bar.sum():.4g}"))
+        rows.append((who, *(f"{100 * seconds / total_s:.2f}" for seconds in bar), number(float(bar.sum()))))
     return picture(caption, height, *parts), rows
 
 
@@ -212,9 +212,10 @@ def waiting_matrices(runs: Mapping[str, Sequence[RunData]]) -> Figure | None:
         involved = waits_s.sum(axis=0) + waits_s.sum(axis=1)
         shown = sorted(np.argsort(-involved, kind="stable")[:MATRIX_WORKERS].tolist())
         left_out |= len(shown) < len(waits_s)
-        panels.append((f"{label}: {number(float(f'{waits_s.sum():.4g}'))} s in all", _matrix(label, waits_s, shown)))
+        percent = 100 * waits_s / waits_s.sum()
+        panels.append((f"{label}: {number(float(waits_s.sum()))} s in all", _matrix(label, waits_s, shown)))
         rows += [
-            (label, f"worker {i}", f"worker {j}", f"{waits_s[i, j]:.4g}", f"{100 * waits_s[i, j] / waits_s.sum():.2f}")
+            (label, f"worker {i}", f"worker {j}", number(float(waits_s[i, j])), f"{percent[i, j]:.2f}")
             for i, j in np.argwhere(waits_s)[np.argsort(-waits_s[waits_s != 0], kind="stable")][:PAIRS].tolist()
         ]
     if not panels:
@@ -239,7 +240,7 @@ def _matrix(label: str, waits_s: Rows, workers: Sequence[int]) -> Markup:
         parts.append(text(left - 6, y + size / 2 + 4, f"worker {i}", "tick", "end"))
         for m, j in enumerate(workers):
             waited_s = float(waits_s[i, j])
-            told = title(f"{label}: worker {i} waited {waited_s:.4g} s in all for worker {j}")
+            told = title(f"{label}: worker {i} waited {number(waited_s)} s in all for worker {j}")
             x = left + size * m
             shade = f"{(0.55 if has_numbers else 1.0) * waited_s / largest:.3f}"
             box = {"x": x, "y": y, "width": size - 1, "height": size - 1}
@@ -285,7 +286,7 @@ def histograms(runs: Mapping[str, Sequence[RunData]], what: str) -> Figure | Non
             bound = runs[label][0].job.paradigm.lead_bound if what == "leads" else math.inf
             drawn, more = _histogram(label, counted[label], about, series(i), bound, common)
             mean = float((np.arange(len(counted[label])) * counted[label]).sum() / counted[label].sum())
-            panels.append((f"{label}: mean {mean:.3g}, largest {len(counted[label]) - 1}", drawn))
+            panels.append((f"{label}: mean {number(mean, 3)}, largest {len(counted[label]) - 1:,}", drawn))
             rows += more
     note = "" if common else "Each panel has a scale of its own; a bar may cover several values."
     columns = ("variant", f"{about.name} ({about.unit})", about.of, "share (%)")

@@ -53,13 +53,13 @@ def path(points: Sequence[tuple[float, float]], class_: str, *, closed: bool = F
 # ---- numbers ----
 
 
-def number(value: float) -> str:
-    """Return a number with at most four significant digits, and commas between thousands."""
+def number(value: float, digits: int = 4) -> str:
+    """Return a number with so many significant digits, or whole if it has as many before the point; with commas."""
     if not math.isfinite(value):
         return "not known"
-    if value == round(value) or abs(value) >= 1000:
+    if value == round(value) or abs(value) >= 10 ** (digits - 1):
         return f"{value:,.0f}"
-    return f"{value:.4g}"
+    return f"{value:.{digits}g}"
 
 
 def short(value: float) -> str:

@@ -37,11 +37,11 @@ def _failed(run: RunData) -> bool:
 
 def _mean(row: Row) -> str:
     assert row.time_s is not None
-    words = f"{number(float(f'{row.time_s.mean:.3g}'))} s"
+    words = f"{number(row.time_s.mean, 3)} s"
     if row.time_s.half_width is None:
         return words
     low, high = row.time_s.mean - row.time_s.half_width, row.time_s.mean + row.time_s.half_width
-    return f"{words} (95 % interval {low:.3g} to {high:.3g} s)"
+    return f"{words} (95 % interval {number(low, 3)} to {number(high, 3)} s)"
 
 
 def _no_fastest(result: Variants) -> str:
@@ -71,9 +71,9 @@ def _behind(result: Variants, fastest: Row) -> str:
         if row.behind_s is None:
             (absent if row.arrived < row.runs else apart).append(row.label)
         elif row.behind_s.half_width is not None and row.behind_s.mean > row.behind_s.half_width:
-            sure.append(f"{row.label} (by {row.behind_s.mean:.3g} s)")
+            sure.append(f"{row.label} (by {number(row.behind_s.mean, 3)} s)")
         else:
-            unsure.append(f"{row.label} (by {row.behind_s.mean:.3g} s)")
+            unsure.append(f"{row.label} (by {number(row.behind_s.mean, 3)} s)")
     parts = []
     if sure:
         parts.append(f"it is ahead of {listed(sure)} by more than the seeds explain")
@@ -122,13 +122,12 @@ def _arrival(row: Row, result: Variants, runs: Sequence[RunData]) -> str:
     crew = f"{plural(run.n_workers, 'worker')}" + (f" and {plural(run.n_servers, 'server')}" if run.n_servers else "")
     who = f"{run.name} ({run.paradigm}, {crew}, {where})"
     if run.status != "finished":
-        return f"{who} did not finish: its status is {run.status}, after {run.duration_s:.4g} s."
+        return f"{who} did not finish: its status is {run.status}, after {number(run.duration_s)} s."
     if result.target is None:
-        return f"{who} ended after {run.duration_s:.4g} s and {run.samples:,} samples; it has no target."
+        return f"{who} ended after {number(run.duration_s)} s and {run.samples:,} samples; it has no target."
     if not row.arrived:
-        return (
-            f"{who} did not reach {result.target}: it ended after {run.duration_s:.4g} s and {run.samples:,} samples."
-        )
+        ended = f"it ended after {number(run.duration_s)} s and {run.samples:,} samples"
+        return f"{who} did not reach {result.target}: {ended}."
     if row.time_s is None:
         return f"{who} reached {result.target} in {row.arrived} of {plural(row.runs, 'run')}."
     over = f", the mean of {row.runs} seeds" if row.runs > 1 else ""

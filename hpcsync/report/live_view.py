@@ -148,7 +148,7 @@ def _in_words(d: Decision) -> str:
         gap_iters = d.inputs.get("gap_iters")
         ahead = "" if gap_iters is None else f", {gap_iters:.0f} ahead,"
         return f"worker {d.worker}{ahead} " + (f"gets credits for {_iterations(d.chosen)}" if d.chosen else "waits")
-    chosen = "?" if d.chosen is None else f"{d.chosen:.4g}"
+    chosen = "?" if d.chosen is None else f"{d.chosen:,.0f}" if d.chosen == round(d.chosen) else f"{d.chosen:.4g}"
     return DECISIONS.get(d.controller, "{chosen} for worker {worker}").format(chosen=chosen, worker=d.worker)
 
 

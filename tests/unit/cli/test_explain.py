@@ -90,3 +90,9 @@ def test_a_run_without_an_iteration(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_a_folder_without_a_trace_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(JobError, match=r"trace\.h5: no such file$"):
         explain.main(tmp_path, as_json=False, simulated=True)
+
+
+def test_seconds_have_three_digits_or_all_before_the_point() -> None:
+    assert [*map(explanation._seconds, (0.1234, 12.345, 999.4, 999.7, 12_345.6))] == [
+        *("0.123 s", "12.3 s", "999 s", "1,000 s", "12,346 s")
+    ]

@@ -689,6 +689,13 @@ def test_timeline_says_what_it_leaves_out(tmp_path):
     assert hpcsync("figure", "timeline", write(tmp_path, trace), *arguments).stdout.splitlines()[0] == line
 
 
+@pytest.mark.parametrize(
+    ("from_s", "to_s", "words"), [(0.0, 0.354187, "0 to 0.3542"), (1e5, 1e5 + 1.5, "100,000 to 100,001.5")]
+)
+def test_the_window_of_a_timeline_is_told_as_exactly_as_it_is_wide(from_s, to_s, words):
+    assert " to ".join(timeline.seconds(at_s, to_s - from_s) for at_s in (from_s, to_s)) == words
+
+
 def test_timeline_says_how_many_updates_it_leaves_out(monkeypatch):
     monkeypatch.setattr(timeline, "MARKS", 2)
     (drawing,) = figures.draw("timeline", [counted(*ROUNDS)], to_s=6.0)

@@ -246,6 +246,16 @@ def test_who_waited_for_whom(runs: dict[str, list[RunData]]) -> None:
     assert 'id="waiting"' not in render({"": {"bsp": [run._replace(waits_s=np.zeros((3, 3)))]}})
 
 
+def test_numbers_of_a_long_run_have_no_powers_of_ten(runs: dict[str, list[RunData]]) -> None:
+    run = runs["dssp"][0]
+    waits_s = np.where(np.eye(3), 0.0, 31_234.5)
+    long = run._replace(parts_s=1e5 * run.parts_s, waits_s=waits_s, staleness=np.eye(1, 4000, 3999, dtype=int)[0])
+    text = render({"": {"dssp": [long], "again": [long]}})
+    assert re.findall(r"[^ >]*\de\+\d.*", text) == []
+    assert "dssp: worker 0 waited 31,234 s in all for worker 1" in text
+    assert "dssp: mean 3,999, largest 3,999" in text
+
+
 def test_long_tables_and_many_variants_are_thinned_and_it_is_said(runs: dict[str, list[RunData]]) -> None:
     many = {f"variant {i}": runs["dssp"] for i in range(20)}
     rows = np.zeros(400, [("now_s", "f8"), ("worker", "i4"), ("chosen", "f8")])

@@ -40,6 +40,7 @@ def test_limits_have_a_margin_also_around_one_value() -> None:
 
 def test_numbers() -> None:
     assert [number(value) for value in (3.0, 0.123456, 12345.6, math.nan)] == ["3", "0.1235", "12,346", "not known"]
+    assert [number(value, 3) for value in (0.123456, 12.345, 123.45, 12345.6)] == ["0.123", "12.3", "123", "12,346"]
     assert [short(value) for value in (0.0, 0.25, 12_000, 2.5e6, 3e9)] == ["0", "0.25", "12k", "2.5M", "3G"]
 
 

@@ -123,6 +123,13 @@ def test_differences_that_seeds_explain_and_others() -> None:
     assert few[1] == "Its lead over b (by 1 s) may be chance, since an interval needs 3 common seeds."
 
 
+def test_times_of_hours_have_no_powers_of_ten() -> None:
+    found = sentences(a=[run(10_000.5), run(12_000.5), run(15_000.0)], b=[run(31_000.5), run(32_000.5), run(36_000.0)])
+    assert found[0].startswith("a reached loss 0.3 soonest, after 12,334 s (95 % interval 6,083 to 18,585 s) on")
+    assert found[1] == "It is ahead of b (by 20,667 s) by more than the seeds explain."
+    assert "it ended after 12,346 s and" in sentences(a=[run(None, duration_s=12_345.6)])[0]
+
+
 def test_no_variant_is_the_fastest() -> None:
     assert sentences(a=[run(1.0), run(None)], b=[run(None)])[0].endswith("so none is the fastest; a did in 1 of 2.")
     assert sentences(a=[run(None)], b=[run(None)])[0] == "No run reached loss 0.3."

@@ -161,6 +161,7 @@ GAP = {"gap_iters": 6.0, "interval_s": 0.05964, "predicted_wait_s": -0.0003577, 
         ("k", 3.0, {"x": 1.0}, "k at 4.0 s: an update is made of 3 contributions"),
         ("batches", 48.0, {}, "batches at 4.0 s: worker 1 takes batches of 48"),
         ("share", None, {}, "share at 4.0 s: worker 1 takes ? of the data"),
+        ("switch", 30_016.0, {}, "switch at 4.0 s: switched after 30,016 samples"),
         ("another", 2.5, {"x": 1.0}, "another at 4.0 s: 2.5 for worker 1"),
     ],
 )
