@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from markupsafe import Markup
 
-from hpcsync.html_report.run_data import PARTS, Decisions, RunData, add, evenly
+from hpcsync.html_report.run_data import DECIDED_WORKERS, PARTS, Decisions, RunData, add, evenly
 from hpcsync.html_report.svg import WIDTH, Panel, Scale, element, limits, number, path, picture, short, text, title
 from hpcsync.report.variants import Estimate
 from hpcsync.trace.schema import Rows
@@ -19,7 +19,6 @@ BARS = 32  # of a histogram
 BAR_WORKERS = 32  # workers shown of a run
 MATRIX_WORKERS = 16  # in rows and columns
 PAIRS = 200  # rows of the table of waiting times of a variant
-STEP_WORKERS = 6  # workers whose decisions are shown as lines
 PART_NAMES = {
     "load": "loading",
     "compute": "compute",
@@ -355,12 +354,12 @@ OF_ALL = ("k", "stage", "commits", "switch", "reward")  # a choice for all worke
 
 def decisions(label: str, run: RunData, controller: str) -> Figure:
     """Return the choices of one controller over time."""
-    n, rows = run.decisions[controller]
+    n, n_workers, rows = run.decisions[controller]
     what = CONTROLLERS.get(controller, "chosen")
     events = controller in EVENTS
     everyone = sorted(set(rows["worker"].tolist()))
-    workers = evenly(everyone, STEP_WORKERS)
-    if controller in OF_ALL or (events and len(everyone) > STEP_WORKERS):
+    workers = evenly(everyone, DECIDED_WORKERS)
+    if controller in OF_ALL or (events and len(everyone) > DECIDED_WORKERS):
         shown = {"": rows}
     else:
         shown = {f"worker {worker}": rows[rows["worker"] == worker] for worker in workers}
@@ -376,8 +375,8 @@ def decisions(label: str, run: RunData, controller: str) -> Figure:
             told = f"{number(float(row['chosen']))} at {number(float(row['now_s']))} s, worker {row['worker']}"
             parts.append(element("circle", title(f"{what}: {told}"), cx=x, cy=y, r=3.2, class_=f"mark {series(i)}"))
     notes = [f"{len(rows):,} evenly spaced of {n:,} decisions."] if len(rows) < n else []
-    if "" not in shown and len(workers) < len(everyone):
-        notes.append(f"{len(workers)} of {len(everyone):,} workers.")
+    if "" not in shown and len(workers) < n_workers:
+        notes.append(f"{len(workers)} of {n_workers:,} workers.")
     table = [(number(float(r["now_s"])), str(r["worker"]), number(float(r["chosen"]))) for r in rows]
     caption = f"{label}: {what}, {n:,} decision{'s' if n != 1 else ''}, seed {run.job.seed}"
     legend = [(series(i), name) for i, name in enumerate(shown) if name]

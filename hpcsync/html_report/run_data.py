@@ -21,6 +21,8 @@ AUDITED_ROWS = 1_000_000  # of all runs of a report: half a minute
 AUDITED_ROWS_OF_A_RUN = 250_000  # 700 MB
 EVALUATIONS = 500  # rows kept of a run, evenly spaced
 DECISIONS = 400  # rows kept of each controller, evenly spaced
+OF_WORKERS = ("batches", "local-steps", "ratio", "share")  # controllers whose choice holds until the worker's next one
+DECIDED_WORKERS = 6  # workers whose rows are kept of these, if there are more rows
 STALLS = 40  # rows kept
 MATRIX = 1000  # largest number of workers whose matrix of waiting times is kept
 
@@ -30,13 +32,14 @@ class Decisions(NamedTuple):
 
     Attributes
     ----------
-    n
-        Number of all decisions.
+    n, n_workers
+        Number of all decisions, and of the workers that they are for.
     rows
         Some of them, evenly spaced, with the columns now_s, worker and chosen.
     """
 
     n: int
+    n_workers: int
     rows: Rows
 
 
@@ -161,7 +164,19 @@ def _decisions(trace: Trace | TraceFile) -> dict[str, Decisions]:
             own = rows[rows["controller"] == name][["now_s", "worker", "chosen"]]
             kept.setdefault(name.decode(errors="replace"), []).append(own.copy())
     found = {name: np.concatenate(each) for name, each in kept.items()}
-    return {name: Decisions(len(rows), evenly(rows, DECISIONS)) for name, rows in found.items()}
+    return {
+        name: Decisions(len(rows), len(np.unique(rows["worker"])), _thinned(rows, of_workers=name in OF_WORKERS))
+        for name, rows in found.items()
+    }
+
+
+def _thinned(rows: Rows, *, of_workers: bool) -> Rows:
+    """Return at most `DECISIONS` rows; of those of workers as many of each: every n-th might be of the same one."""
+    if len(rows) <= DECISIONS or not of_workers:
+        return evenly(rows, DECISIONS)
+    shown = evenly(np.unique(rows["worker"]), DECIDED_WORKERS)
+    kept = np.concatenate([evenly(rows[rows["worker"] == worker], DECISIONS // len(shown)) for worker in shown])
+    return kept[np.argsort(kept["now_s"], kind="stable")]
 
 
 def runs_with(runs: Sequence[RunData], attribute: str) -> list[str]:

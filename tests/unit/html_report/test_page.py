@@ -261,7 +261,7 @@ def test_long_tables_and_many_variants_are_thinned_and_it_is_said(runs: dict[str
     rows = np.zeros(400, [("now_s", "f8"), ("worker", "i4"), ("chosen", "f8")])
     rows["now_s"], rows["worker"] = np.linspace(0, 5, 400), np.arange(400) % 40
     long = runs["dssp"][0]._replace(
-        decisions={"k": Decisions(123_456, rows)},
+        decisions={"k": Decisions(123_456, 40, rows)},
         parts_s=np.ones((1000, 5)),
         slowness=np.ones(1000),
         hosts=("",) * 1000,
@@ -292,6 +292,21 @@ def test_as_many_runs_are_audited_as_the_limit_allows(
     assert "not audited here: hpcsync report --audit" in render({"": {"dssp": found}})
     for name in ("parts_s", "staleness", "leads"):  # in slices and in memory
         np.testing.assert_array_equal(getattr(found[2], name), getattr(runs["dssp"][2], name))
+
+
+def test_decisions_of_a_long_run_are_thinned_for_each_worker() -> None:
+    columns = [("now_s", "f8"), ("worker", "i4"), ("chosen", "f8")]
+    for n_workers, shown in ((4, [0, 1, 2, 3]), (100, [0, 20, 40, 59, 79, 99])):
+        rows = np.zeros(8000, columns)  # the workers in turn, as batches are allocated
+        rows["now_s"], rows["worker"] = np.arange(8000) // n_workers, np.arange(8000) % n_workers
+        kept = run_data._thinned(rows, of_workers=True)
+        assert len(kept) <= run_data.DECISIONS
+        for worker in shown:
+            own_s = kept["now_s"][kept["worker"] == worker]
+            assert (own_s.min(), own_s.max()) == (0, 8000 // n_workers - 1)
+        assert (np.diff(kept["now_s"]) >= 0).all()
+        every_nth = run_data._thinned(rows, of_workers=False)  # as of choices for all workers
+        assert np.ptp(every_nth["now_s"][every_nth["worker"] == shown[0]]) < 8000 // n_workers - 1
 
 
 def test_evenly() -> None:
