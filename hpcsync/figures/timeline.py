@@ -48,7 +48,9 @@ def draw(traces: list[Trace], workers: int = 16, from_s: float = 0.0, to_s: floa
         for trace, reports, place in zip(traces, all_reports, places, strict=True)
     ]
     if to_s is None:
-        to_s = float(np.nanmax([from_s, *(after_iterations(frame, from_s) for frame in whole)]))
+        ends_s = [after_iterations(frame, from_s) for frame in whole]
+        no_computation = np.isnan(ends_s).all()  # after the begin, but perhaps a transfer
+        to_s = max(frame["end_s"].max() for frame in whole) if no_computation else float(np.nanmax(ends_s))
     frames = [cut(frame, from_s, to_s) for frame in whole]
     for frame, trace in zip(frames, traces, strict=True):
         if not 0 < len(frame) <= BARS:
@@ -61,8 +63,8 @@ def draw(traces: list[Trace], workers: int = 16, from_s: float = 0.0, to_s: floa
         height_ratios=[len(place) + 1 for place in places],
     )
     notes, parts, drawn = [], [], set()
-    for axis, trace, name, reports, place, frame in zip(
-        axes[:, 0], traces, names, all_reports, places, frames, strict=True
+    for axis, trace, name, reports, place, bars, frame in zip(
+        axes[:, 0], traces, names, all_reports, places, whole, frames, strict=True
     ):
         marks = events(trace)
         marks = marks[marks["worker"].isin(list(place)) & marks["begin_s"].between(from_s, to_s)]
@@ -73,7 +75,7 @@ def draw(traces: list[Trace], workers: int = 16, from_s: float = 0.0, to_s: floa
         draw_events(axis, marks, place)
         drawn |= set(marks["activity"]) | ({"wait for"} if len(waits) else set())
         if shown:
-            end_s = min(to_s, float(reports["end_s"].max()))
+            end_s = min(to_s, float(bars["end_s"].max()))
             window = f"{seconds(from_s, to_s - from_s)} to {seconds(end_s, to_s - from_s)} s"
             notes.append(f"{name}: {window}: {shown} drawn; --from, --to and --workers choose the part")
         title(axis, name, f"{shown} drawn" if shown else "")

@@ -604,6 +604,17 @@ def test_an_empty_window_is_refused(tmp_path):
     assert "--from 2: must be less than --to 1" in refused("timeline", run, "--from", 2, "--to", 1)
 
 
+def test_a_window_after_the_last_computation_shows_the_last_transfers(tmp_path):
+    run = load(pages.simulated(tmp_path, *SLOW_LINKS, "stop.updates=3") / "trace.h5")
+    bars = intervals.bars_of(run, intervals.iterations(run))
+    computed_s, end_s = bars["end_s"][bars["activity"] == "compute"].max(), bars["end_s"].max()
+    assert computed_s < end_s
+    (drawing,) = figures.draw("timeline", [run], from_s=computed_s)
+    assert set(drawing.data["activity"]) <= {"transfer", "update"}
+    assert drawing.figure.axes[0].get_xlim() == (computed_s, end_s)
+    assert drawing.notes[0].startswith(f"BSP: {computed_s:.5f} to {end_s:.5f} s: 0 of 9 iterations drawn")
+
+
 def test_controller_is_a_figure_of_dssp(tmp_path):
     run = write(tmp_path, record("ssp"))
     assert refused("controller", run).endswith("no decision of a controller in this run, SSP, s = 2\n")
