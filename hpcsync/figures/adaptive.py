@@ -102,25 +102,20 @@ def allocates_batches(trace: Trace) -> bool:
 
 def steps_of_k(trace: Trace) -> pd.DataFrame:
     """Return columns now_s and k, which holds from then on; the last row is the run's last update."""
-    decisions = of_controller(trace, "k")
+    decisions = plotting.of_controller(trace, "k")
     k = [trace.job.paradigm.k_at_first(trace.n_workers), *decisions["chosen"].astype(int)]
     return pd.DataFrame({"now_s": [0.0, *decisions["now_s"], _end_s(trace)], "k": [*k, k[-1]]})
 
 
 def steps_of_batches(trace: Trace) -> pd.DataFrame:
     """Return columns now_s, worker and batch_size, which holds from then on; the last row of each worker is the end."""
-    chosen = of_controller(trace, "batches")[["now_s", "worker", "chosen"]].rename(columns={"chosen": "batch_size"})
+    chosen = plotting.of_controller(trace, "batches")[["now_s", "worker", "chosen"]]
+    chosen = chosen.rename(columns={"chosen": "batch_size"})
     at_first = sizes_at_first(trace.job)
     start = pd.DataFrame({"now_s": 0.0, "worker": range(trace.n_workers), "batch_size": at_first})
     sizes = pd.concat([start, chosen.astype({"batch_size": int})])
     end = sizes.groupby("worker").tail(1).assign(now_s=_end_s(trace))
     return pd.concat([sizes, end], ignore_index=True)
-
-
-def of_controller(trace: Trace, name: str) -> pd.DataFrame:
-    """Return the decisions of one controller."""
-    decisions = trace.frame("decisions")
-    return decisions[decisions["controller"] == name]
 
 
 def _end_s(trace: Trace) -> float:

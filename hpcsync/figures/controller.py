@@ -46,12 +46,12 @@ def draw(traces: list[Trace], workers: int = 8) -> list[Drawing]:
 
 def has_decisions(trace: Trace) -> bool:
     """Return whether DSSP's controller decided anything in this run."""
-    return trace.job.paradigm.credits_max is not None and len(trace.tables["decisions"]) > 0
+    return trace.job.paradigm.credits_max is not None and len(plotting.of_controller(trace, "dssp")) > 0
 
 
 def draw_one(trace: Trace, name: str, tail: str, workers: int) -> Drawing:
     """Draw the figure of one trace, with this title and this tail of its file name."""
-    decisions = trace.frame("decisions")[list(COLUMNS)].rename(columns=COLUMNS)
+    decisions = plotting.of_controller(trace, "dssp")[list(COLUMNS)].rename(columns=COLUMNS)
     asked = sorted(decisions["worker"].unique())
     shown = plotting.pick(asked, workers)
     if len(shown) < len(asked):

@@ -235,6 +235,12 @@ def iterations(trace: Trace) -> pd.DataFrame:
     return table(trace, "pushes" if trace.job.has_servers else "exchanges")
 
 
+def of_controller(trace: Trace, name: str) -> pd.DataFrame:
+    """Return the decisions of one controller."""
+    decisions = trace.frame("decisions")
+    return decisions[decisions["controller"] == name]
+
+
 def pick(items: Sequence[int], most: int) -> list[int]:
     """Return at most `most` evenly spaced items, including the first and the last."""
     return [items[i] for i in np.unique(np.linspace(0, len(items) - 1, min(most, len(items))).astype(int))]

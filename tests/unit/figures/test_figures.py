@@ -343,6 +343,19 @@ def test_controller_shows_every_decision(tmp_path):
     assert (frame["r_star_iters"] > frame["credits_iters"]).any()  # s_U was reached: a stem was drawn
 
 
+def test_controller_shows_no_decision_of_another_controller(tmp_path):
+    trace = record("dssp", (1.0, 1.1, 3.7), updates=80, jitter=0.3)
+    own = trace.tables["decisions"]
+    others = own[:4].copy()
+    others["controller"], others["chosen"] = b"batches", 48
+    both = with_rows(trace, "decisions", np.concatenate([own, others]))
+    frame = draw("controller", tmp_path, write(tmp_path, both))
+    assert (len(frame), frame["credits_iters"].max()) == (len(own), own["chosen"].max())
+    assert "no decision of a controller" in refused(
+        "controller", write(tmp_path, with_rows(trace, "decisions", others), "o")
+    )
+
+
 def test_controllers_of_several_traces_are_several_figures(tmp_path):
     runs = [write(tmp_path, record(mode, (1.0, 3.0), updates=20), mode) for mode in ("dssp", "paper")]
     draw("controller", tmp_path, *runs, stem="controller-dssp-s-1-to-5")
