@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -33,9 +34,9 @@ class Between:
         Time between the iterations of each worker, shape (n_workers,).
     """
 
-    def __init__(self, n_workers: int, returns: Rows = ()) -> None:
+    def __init__(self, n_workers: int, returns: Iterable[np.void] = ()) -> None:
         self.seconds = np.zeros(n_workers)
-        self._returns = returns
+        self._returns = [*returns]
         self._ended_s = np.full(n_workers, np.nan)  # end of each worker's last iteration
 
     @classmethod
@@ -44,9 +45,10 @@ class Between:
         changes = np.concatenate(list(trace.slices("membership")))
         return cls(trace.n_workers, changes[changes["change"] == Change.JOINED])
 
-    def leaves(self, worker: int) -> None:
-        """Note that a worker leaves after the rows that have been added."""
-        self._ended_s[worker] = np.nan
+    def add_change(self, change: np.void) -> None:
+        """Add a row of /membership, before the rows of the worker's later iterations."""
+        if change["change"] == Change.JOINED:
+            self._returns.append(change)
 
     def add(self, rows: Rows) -> None:
         """Add the next rows."""

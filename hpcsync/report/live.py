@@ -186,7 +186,7 @@ class RowTally:
         self._stalls: dict[int, Stall] = {}
 
     def add(self, table: str, rows: Rows) -> None:
-        """Add rows of a table, in the order of the trace."""
+        """Add rows of a table, in the order of the trace; changes of membership precede other rows of their time."""
         if table in ("pushes", "exchanges"):
             self._add_times(rows)
             self.between.add(rows)
@@ -197,7 +197,7 @@ class RowTally:
         elif table == "membership":
             for row in rows:
                 self._changes[int(row["worker"])] = Change(row["change"]).name.lower()
-                self.between.leaves(int(row["worker"]))
+                self.between.add_change(row)
         elif table == "decisions":
             rows = rows[~np.isin(rows["controller"], [name.encode() for name in EVENTS])]
             own = set(rows.dtype.names or ()) - {"seq", "now_s", "controller", "worker", "chosen"}

@@ -129,7 +129,8 @@ class TraceWriter:
         decision_fields: Mapping[str, tuple[str, str]] | None = None,
         resumed_rows: Mapping[str, int] | None = None,
     ) -> None:
-        self.observer: Callable[[str, Rows], None] | None = None  # called with the rows of a table at each flush
+        # Called with the rows of each table at each flush, /membership first: it tells of absences between iterations.
+        self.observer: Callable[[str, Rows], None] | None = None
         tables = {**SCHEMA, "decisions": decisions_table(decision_fields or {})}
         self._buffers = {name: _Buffer(_with_enums(table.dtype)) for name, table in tables.items()}
         self._n_waiting = 0  # rows in the buffers
@@ -343,7 +344,7 @@ class TraceWriter:
         self._file.flush()
 
     def _write_rows(self) -> None:
-        for table, buffer in self._buffers.items():
+        for table, buffer in sorted(self._buffers.items(), key=lambda item: item[0] != "membership"):
             if buffer.used:
                 begin, end = self._n_rows[table], self._n_rows[table] + buffer.used
                 dataset = self._datasets[table]
