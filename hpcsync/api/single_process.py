@@ -18,7 +18,7 @@ from hpcsync.paradigms.records import PushInfo
 from hpcsync.training.buffers import Buffers, Calibrate
 from hpcsync.training.lr_schedule import EvaluationSchedule, learning_rate
 from hpcsync.training.script_optimizers import parameters_of, unscale
-from hpcsync.workloads.registry import Evaluate, evaluated
+from hpcsync.workloads.registry import Evaluate, aimed
 
 
 class LocalSession(Session):
@@ -56,7 +56,7 @@ class LocalSession(Session):
             step = partial(self._optimizer_step, optimizer, optimizer.step)
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # what a scheduler looks for
             optimizer.step = step  # type: ignore[method-assign]
-        self._evaluate = evaluate
+        self._evaluate = None if evaluate is None else aimed(evaluate, job.stop.target_accuracy)
         self._calibrate = calibrate
         self._evaluating_s = 0.0  # not training time
         self._clip_norm = job.optimizer.clip_norm
@@ -127,12 +127,12 @@ class LocalSession(Session):
     def _judge(self, evaluate: Evaluate) -> tuple[float, float]:
         begin_s, modes = self._now(), {module: module.training for module in self._model.modules()}
         if self._calibrate is None:
-            judged = evaluated(evaluate, self._model, self._stop.target_accuracy)
+            judged = evaluate(self._model)
         else:
             buffers = Buffers(self._model)
             own = buffers.packed()
             self._calibrate(self._model)
-            judged = evaluated(evaluate, self._model, self._stop.target_accuracy)
+            judged = evaluate(self._model)
             buffers.adopt([own])
         for module, was_training in modes.items():  # some layers may be frozen
             module.training = was_training

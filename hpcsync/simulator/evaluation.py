@@ -11,14 +11,14 @@ from hpcsync.config.job import Job
 from hpcsync.training.buffers import Buffers
 from hpcsync.training.flat_model import FlatModel
 from hpcsync.workloads.calibration import calibration
-from hpcsync.workloads.registry import Workload, evaluated
+from hpcsync.workloads.registry import Workload, aimed
 
 
 class Evaluation:
     """Evaluation of flat weights, with the buffers that the job chooses, on a copy of the workload's model."""
 
     def __init__(self, job: Job, workload: Workload) -> None:
-        self._evaluate, self._target_accuracy = workload.evaluate, job.stop.target_accuracy
+        self._evaluate = None if workload.evaluate is None else aimed(workload.evaluate, job.stop.target_accuracy)
         self._flat = FlatModel(copy.deepcopy(workload.model))
         self._buffers = Buffers(self._flat.model, job.evaluation.buffers)
         self._final_buffers = Buffers(workload.model, job.evaluation.buffers)
@@ -40,7 +40,7 @@ class Evaluation:
         self._buffers.adopt(buffers)
         if self._calibrate is not None:
             self._calibrate(self._flat.model)
-        return evaluated(self._evaluate, self._flat.model, self._target_accuracy)
+        return self._evaluate(self._flat.model)
 
     def finish(self, buffers: Sequence[torch.Tensor]) -> None:
         """Set the buffers of the workload's model, which has the final weights."""

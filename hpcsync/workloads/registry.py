@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import math
 import reprlib
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -134,24 +135,51 @@ def _imported(name: str, module: str) -> ModuleType:
         raise raised(name, error) from None
 
 
-def evaluated(evaluate: Evaluate, model: nn.Module, target_accuracy: float | None = None) -> tuple[float, float]:
+def aimed(evaluate: Evaluate, target_accuracy: float | None) -> Evaluate:
+    """Return an evaluation of models, one of which is to reach a target.
+
+    It raises JobError if the user's function returns anything else than loss and accuracy, or at first no accuracy: no
+    model could then reach the target. A later evaluation without an accuracy does not reach it, which is said once.
+    One whose loss is not finite may have none.
+    """
+    has_accuracy = said = False
+
+    def judge(model: nn.Module) -> tuple[float, float]:
+        nonlocal has_accuracy, said
+        loss, accuracy = evaluated(evaluate, model)
+        has_accuracy = has_accuracy or not math.isnan(accuracy)
+        if target_accuracy is not None and math.isnan(accuracy) and math.isfinite(loss):
+            key = f"stop.target_accuracy = {target_accuracy}"
+            if not has_accuracy:
+                raise JobError(
+                    f"{key}: must be omitted: evaluate returns no accuracy (NaN); stop.target_loss is a target for its "
+                    "loss"
+                )
+            if not said:
+                print(
+                    f"hpcsync: {key}: an evaluation has no accuracy (NaN), which does not reach it",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            said = True
+        return loss, accuracy
+
+    return judge
+
+
+def evaluated(evaluate: Evaluate, model: nn.Module) -> tuple[float, float]:
     """Return loss and accuracy of a model.
 
     Raises
     ------
     JobError
-        If the user's function returns anything else, or has no accuracy that could reach the target.
+        If the user's function returns anything else.
     """
     result: Any = evaluate(model)
     try:
         loss, accuracy = map(float, result)
     except (TypeError, ValueError):
         raise JobError(f"evaluate must return (loss, accuracy), it returned {reprlib.repr(result)}") from None
-    if target_accuracy is not None and math.isnan(accuracy) and math.isfinite(loss):
-        raise JobError(
-            f"stop.target_accuracy = {target_accuracy}: must be omitted: evaluate returns no accuracy (NaN); "
-            "stop.target_loss is a target for its loss"
-        )
     return loss, accuracy
 
 

@@ -17,7 +17,7 @@ from hpcsync.mpi.transport import cuda
 from hpcsync.training.buffers import Buffers, Calibrate
 from hpcsync.training.flat_model import FlatModel
 from hpcsync.training.lr_schedule import EvaluationSchedule
-from hpcsync.workloads.registry import Evaluate, evaluated
+from hpcsync.workloads.registry import Evaluate
 
 Judged = tuple[float, int, int, float, float, float]
 Read = Callable[[int, torch.Tensor, Buffers], float | None]
@@ -42,8 +42,6 @@ class Evaluator:
         Whose buffers are evaluated.
     calibrate
         Recomputes the running statistics before each evaluation; None if they are the workers'.
-    target_accuracy
-        Accuracy that ends the run, if any.
 
     Attributes
     ----------
@@ -59,13 +57,12 @@ class Evaluator:
         every_samples: int,
         choice: str,
         calibrate: Calibrate | None,
-        target_accuracy: float | None = None,
     ) -> None:
         self._flat = flat
         self._buffers = Buffers(self._flat.model, choice)
         self._calibrate = calibrate
         cuda.ready(self._flat.weights)
-        self._evaluate, self._target_accuracy = evaluate, target_accuracy
+        self._evaluate = evaluate
         self._schedule = EvaluationSchedule(every_samples)
         self._read = read
         self._requests: queue.SimpleQueue[tuple[float, int, int] | None] = queue.SimpleQueue()
@@ -130,7 +127,7 @@ class Evaluator:
                 if distance is None:
                     self._results.put(None)
                     continue
-                loss, accuracy = evaluated(self._evaluate, self._flat.model, self._target_accuracy)
+                loss, accuracy = self._evaluate(self._flat.model)
                 self._results.put((*request, loss, accuracy, distance))
             except BaseException as error:  # `result` raises it in the main thread
                 self._results.put(error)

@@ -39,7 +39,7 @@ from hpcsync.system.signals import Interrupted, Suspended, tell_listening
 from hpcsync.trace.provenance import provenance
 from hpcsync.trace.writer import TraceWriter
 from hpcsync.training.flat_model import FlatModel
-from hpcsync.workloads.registry import evaluated
+from hpcsync.workloads.registry import aimed, evaluated
 
 C = TypeVar("C", Coordinator, PeerCoordinator)
 Clocks = list[tuple[int, str, float, float]]
@@ -86,11 +86,10 @@ class RunRecorder(Generic[C]):
             Evaluator(
                 read,
                 _copy_of(given),
-                given.evaluate,
+                aimed(given.evaluate, job.stop.target_accuracy),
                 job.evaluation.every_samples,
                 job.evaluation.buffers,
                 given.calibrate,
-                job.stop.target_accuracy,
             )
             if given.evaluate is not None and (job.evaluation.every_samples or job.paradigm.requests_evaluations)
             else None

@@ -2,6 +2,7 @@
 
 import math
 import sys
+from functools import partial
 from types import ModuleType
 
 import numpy as np
@@ -11,7 +12,15 @@ import torch
 
 from hpcsync.config.errors import JobError
 from hpcsync.training.flat_model import FlatModel
-from hpcsync.workloads.registry import Workload, build, classification, cross_entropy, evaluated, half_squared_error
+from hpcsync.workloads.registry import (
+    Workload,
+    aimed,
+    build,
+    classification,
+    cross_entropy,
+    evaluated,
+    half_squared_error,
+)
 from tests.unit.jobs import LINEAR, make_job
 
 
@@ -183,6 +192,19 @@ def test_an_evaluation_must_return_loss_and_accuracy(wrong):
 def test_a_target_without_an_accuracy_is_refused_at_the_first_evaluation():
     """Such a run would not end. The control: no target, and a run that diverges."""
     for accuracy, loss, target in ((math.nan, 0.5, None), (math.nan, math.nan, 0.9), (0.1, 0.5, 0.9)):
-        evaluated(lambda model, result=(loss, accuracy): result, torch.nn.Linear(1, 1), target)
-    with pytest.raises(JobError, match=r"^stop.target_accuracy = 0.9: must be omitted: evaluate returns no accuracy"):
-        evaluated(lambda model: (0.5, math.nan), torch.nn.Linear(1, 1), 0.9)
+        aimed(lambda model, result=(loss, accuracy): result, target)(torch.nn.Linear(1, 1))
+    diverged, undefined = (math.nan, math.nan), (0.5, math.nan)
+    for results in ([undefined], [diverged, undefined]):
+        judge = aimed(partial(lambda results, model: next(results), iter(results)), 0.9)
+        with pytest.raises(JobError, match=r"^stop.target_accuracy = 0.9: must be omitted: evaluate returns no accura"):
+            [judge(torch.nn.Linear(1, 1)) for _ in results]
+
+
+def test_a_later_evaluation_without_an_accuracy_does_not_end_the_run_and_is_said_once(capsys):
+    results = [(0.5, 0.2), (math.inf, math.nan), (0.5, math.nan), (0.4, math.nan), (0.4, 0.3)]
+    for target, n_lines in ((0.9, 1), (None, 0)):
+        judge = aimed(partial(lambda results, model: next(results), iter(results)), target)
+        np.testing.assert_equal([judge(torch.nn.Linear(1, 1)) for _ in results], results)
+        lines = capsys.readouterr().err.splitlines()
+        told = "hpcsync: stop.target_accuracy = 0.9: an evaluation has no accuracy (NaN), which does not reach it"
+        assert lines == [told] * n_lines
