@@ -218,13 +218,12 @@ def simulate_one(job: Job, folder: Path, path: str) -> int:
     from rich.console import Console
 
     from hpcsync.config.user_code import import_beside
-    from hpcsync.run_dir import layout, lock
+    from hpcsync.run_dir import layout
     from hpcsync.simulator.simulate import simulate
 
     import_beside(Path(path))
-    if folder.exists():
-        layout.put_aside(folder)
-        lock.release(folder)
+    if folder.exists() and not layout.cleared(folder):
+        return 0
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_name(f"{folder.name}.log").open("w", encoding="utf-8") as log:
         with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):

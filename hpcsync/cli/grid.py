@@ -262,19 +262,22 @@ def carry_out(path: Path, runs: Sequence[Run], *, simulated: bool, at_once: int)
 
 
 def _execute(path: Path, run: Run, processes: list[subprocess.Popen[bytes]], *, simulated: bool) -> int:
-    from hpcsync.run_dir import layout, lock
+    from hpcsync.run_dir import layout
     from hpcsync.system.launcher import end_with_parent
 
     if finished(run):  # meanwhile, by another such command
         return 0
-    if simulated and run.folder.exists():
-        layout.put_aside(run.folder)
-        lock.release(run.folder)
     run.folder.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "hpcsync", "simulate" if simulated else "run", str(path)]
     command += [word for override in run.overrides for word in ("--set", override)]
     command += ["--out", str(run.folder), *(["--resume"] if not simulated and run.folder.exists() else [])]
     with run.folder.with_name(f"{run.folder.name}.log").open("a", encoding="utf-8") as log:
+        try:
+            if simulated and run.folder.exists() and not layout.cleared(run.folder):
+                return 0
+        except JobError as error:  # another such command simulates it now
+            log.write(f"hpcsync: {error}\n")
+            return 2
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=end_with_parent()
         )

@@ -130,6 +130,25 @@ def put_aside(out: str | Path | None) -> None:
                 path.rename(aside(path))
 
 
+def cleared(folder: Path) -> bool:
+    """Put aside what an unfinished attempt has left; return False if the run has finished meanwhile.
+
+    Raises
+    ------
+    JobError
+        If a run is under way there.
+    """
+    try:
+        put_aside(folder)
+    except JobError:
+        if not (folder / SUMMARY).exists():
+            raise
+        return False
+    finally:
+        lock.release(folder)
+    return True
+
+
 def job_of(path: str | Path, overrides: Sequence[str], ranks: int | None, before: Resumed | None) -> Job:
     """Read the job of a run.
 

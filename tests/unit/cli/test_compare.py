@@ -21,6 +21,7 @@ from hpcsync.cli.finished_runs import grouped
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import load
 from hpcsync.figures.plotting import of_one_job
+from hpcsync.run_dir import lock
 from hpcsync.trace.reader import load as load_trace
 
 JOB = """
@@ -112,6 +113,26 @@ def test_a_run_that_another_command_has_finished_meanwhile_stays_as_it_is(job: P
     assert (len(commands.folders), trace.read_bytes() == content) == (1, True)
     assert grid._execute(job, other, [], simulated=True) == 0  # the control
     assert len(commands.folders) == 2
+
+
+def test_a_run_that_another_command_simulates_now_ends_no_other(
+    job: Path, commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = grid.plan(job, [], grid.combinations("--vary", TWO), range(1), Path("grid"))
+    folder = runs[0].folder
+    folder.mkdir(parents=True)
+    others = lock.take(folder / lock.NAME, lock.this_process())
+    assert [(run, status) for run, status in grid.carry_out(job, runs, simulated=True, at_once=1)] == [
+        (runs[0], 2),
+        (runs[1], 0),
+    ]
+    assert "must not be the folder of a run that is under way" in folder.with_name(f"{folder.name}.log").read_text()
+    others.release()
+    assert grid._execute(job, runs[0], [], simulated=True) == 0 and len(commands.folders) == 2
+
+    monkeypatch.setattr(grid, "finished", lambda run: False)  # it ends between the two looks
+    assert grid._execute(job, runs[0], [], simulated=True) == 0 and len(commands.folders) == 2
+    assert not (folder / lock.NAME).exists()
 
 
 def test_values_that_no_key_takes_are_refused_in_one_line() -> None:
