@@ -71,10 +71,11 @@ def _try_kinds(kinds: Sequence[str]) -> list[WindowTrial]:
     except launcher.LaunchError as error:
         return [WindowTrial(kind, failure=str(error)) for kind in kinds]
     trials = [WindowTrial(*one) for one in found.get("windows", ())]
-    if len(trials) == len(kinds):
+    if not failure:
         return trials
-    failed, *rest = kinds[len(trials) :]
-    return [*trials, WindowTrial(failed, failure=failure), *(_try_kinds(rest) if rest else ())]
+    n = min(len(trials), len(kinds) - 1)  # a crash after the last trial is held against that kind
+    failed, *rest = kinds[n:]
+    return [*trials[:n], WindowTrial(failed, failure=failure), *(_try_kinds(rest) if rest else ())]
 
 
 def _child_jobs_run() -> bool:

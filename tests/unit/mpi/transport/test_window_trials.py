@@ -74,6 +74,18 @@ def test_a_crash_affects_only_its_own_kind(probed: list) -> None:
     ]
 
 
+def test_a_crash_after_the_last_trial_is_held_against_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def probe(name: str, *kinds: str, ranks: int) -> dict:
+        if name == "world":
+            return {"size": 2}
+        raise ProbeError("ended with status -11", {"windows": [STAGED, IPC][: len(kinds)]})
+
+    monkeypatch.setattr(window_trials.subprocess_probe, "probe", probe)
+    crashed = "ended with status -11"
+    assert rehearse(("staged", "ipc")) == [STAGED, WindowTrial("ipc", failure=crashed)]
+    assert rehearse(("staged",)) == [WindowTrial("staged", failure=crashed)]
+
+
 def test_a_single_requested_kind_that_fails_is_reported_as_failed(probed: list) -> None:
     assert rehearse(["mpi"]) == [MPI]
 
