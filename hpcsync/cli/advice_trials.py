@@ -189,7 +189,7 @@ class Trials:
         from rich.console import Console
         from rich.progress import track
 
-        from hpcsync.system.loader_processes import end_with
+        from hpcsync.system.parent_death import end_with
 
         left_s = None if self._until_s is None else self._until_s - time.monotonic()
         n_done = 0

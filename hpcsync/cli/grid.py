@@ -263,7 +263,7 @@ def carry_out(path: Path, runs: Sequence[Run], *, simulated: bool, at_once: int)
 
 def _execute(path: Path, run: Run, processes: list[subprocess.Popen[bytes]], *, simulated: bool) -> int:
     from hpcsync.run_dir import layout
-    from hpcsync.system.launcher import end_with_parent
+    from hpcsync.system.parent_death import end_with_parent
 
     if finished(run):  # meanwhile, by another such command
         return 0

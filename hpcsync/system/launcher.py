@@ -6,7 +6,6 @@ This module does not import MPI: the process that starts the ranks must not beco
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import math
 import os
@@ -26,6 +25,7 @@ from typing import IO, NamedTuple
 
 from hpcsync.system import process_cleanup
 from hpcsync.system.launch_output import Output
+from hpcsync.system.parent_death import end_with_parent
 from hpcsync.system.process_cleanup import MARK, NO_WILL, Will
 from hpcsync.system.signals import LISTENING, TO_BE_RESUMED, listeners
 
@@ -539,22 +539,6 @@ def _rank_0(mark: str) -> set[int]:
         for pid, environ in process_cleanup.find(mark).items()
         if environ[MARK] == mark and under_launcher(environ) and expected_rank(environ) == 0
     }
-
-
-def end_with_parent() -> Callable[[], None] | None:
-    """Return a `preexec_fn` with which the kernel sends SIGTERM to a process when this thread has ended (Linux)."""
-    if sys.platform != "linux":
-        return None
-    PR_SET_PDEATHSIG = 1
-    prctl = ctypes.CDLL(None).prctl  # looked up here: after the fork of a process with threads nothing may be loaded
-    parent = os.getpid()
-
-    def ask() -> None:
-        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # the parent had already ended
-            os._exit(1)
-
-    return ask
 
 
 @contextlib.contextmanager

@@ -12,10 +12,8 @@ Where MPI has been imported before `connect`, worker processes are new interpret
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import multiprocessing
 import os
-import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,8 +25,8 @@ import torch
 
 from hpcsync.config.errors import JobError
 from hpcsync.system.launcher import OF_RANKS
+from hpcsync.system.parent_death import end_with
 
-PR_SET_PDEATHSIG = 1  # of prctl(2)
 GUARD = 'put the training under `if __name__ == "__main__":`'
 
 _started = False
@@ -84,14 +82,6 @@ def _serve(rank: int, command: str, descriptors: Sequence[int], unneeded: Iterab
     if path is not None:
         sys.modules["__main__"].__file__ = path  # as worker processes know it: otherwise they would run the script
     exec(command, {})
-
-
-def end_with(parent: int) -> None:
-    """Let the kernel kill this process when its parent ends; on Linux only."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(0)
 
 
 @contextlib.contextmanager
