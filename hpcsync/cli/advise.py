@@ -109,7 +109,7 @@ class _Adviser:
             self._out /= f"workers-{n_workers}"
         self._begin_s = time.monotonic()
         self._left_out: dict[str, str] = {}
-        self._noted: list[dict[str, Any]] = []  # what came of each trial
+        self._noted: dict[int, dict[str, Any]] = {}  # what came of each trial, by number
         self._trace: Trace | None = None
         times: list[Any] = []
         if asked.measured is not None:
@@ -152,12 +152,15 @@ class _Adviser:
                 is_last = n == len(SHARES) - 1
                 begin, n_seeds = (first, self._asked.seeds) if is_last else (first + FIRST_SEED, TRIAL_SEEDS[n])
                 seeds = range(begin, begin + n_seeds)
-                found = self._trials.run(n + 1, every, seeds, share * limit_s)
-                while n == 0 and (rates := further(found, n_seeds)):
-                    found |= self._trials.run(1, rates, seeds, share * limit_s, "further learning rates")
-                best = [trained for _, trained in best_rates(found, n_seeds).values()]
-                last = Found(Trial(n + 1, share, limit_s, n_seeds), {trained: found[trained] for trained in best})
-                self._note(last)
+                found: dict[Trained, dict[int, Summary]] = {}
+                rates, about = every, ""
+                while rates:
+                    found |= self._trials.run(n + 1, rates, seeds, share * limit_s, about)
+                    best = [trained for _, trained in best_rates(found, n_seeds).values()]
+                    last = Found(Trial(n + 1, share, limit_s, n_seeds), {trained: found[trained] for trained in best})
+                    self._note(last)
+                    rates, about = further(found, n_seeds) if n == 0 else [], "further learning rates"
+                assert last is not None, "there are candidates"
                 if not is_last:
                     every = self._best(last, KEPT[n], reference)
         except BudgetSpent as error:
@@ -250,7 +253,8 @@ class _Adviser:
             }
             for trained, runs in found.summaries.items()
         ]
-        self._noted.append({"limit_s": found.trial.share * found.trial.limit_s, "candidates": rows})
+        limit_s = found.trial.share * found.trial.limit_s
+        self._noted[found.trial.number] = {"limit_s": limit_s, "candidates": rows}
 
     def _say(self, compared: Variants, order: Sequence[str], reference: str | None, last: Found, spent: str) -> int:
         """Print what came of the last trial that ended, and write it; `spent` says how the budget ended the advice."""
@@ -289,7 +293,7 @@ class _Adviser:
             "lr_factors": factors,
             "predicted": predicted,
             "ranking": reports.numbers(advice),
-            "trials": self._noted,
+            "trials": [*self._noted.values()],
             "left_out": self._left_out,
             "simulated": self._trials.n_simulated,
             "took_s": time.monotonic() - self._begin_s,

@@ -202,6 +202,21 @@ def test_a_budget_that_ends_within_the_first_trial_says_how_far_it_is(job, tmp_p
     assert not said.out
 
 
+def test_a_budget_that_ends_among_further_rates_leaves_the_ranking_by_the_others(job, tmp_path, capsys, monkeypatch):
+    def ended(futures, left_s):
+        if not {float(path.parent.name.rpartition("x")[2]) for path in futures.values()} <= set(advise.RATES):
+            raise TimeoutError
+        yield from futures
+
+    monkeypatch.setattr(advice_trials, "as_completed", ended)
+    main(job, Asked(paradigms=("bsp", "asp"), out=tmp_path / "out", budget_s=9e9))
+    said = capsys.readouterr().out
+    assert re.search(r"The budget was spent in trial 1, further learning rates: \d+ of \d+ runs? (is|are) done", said)
+    found = advised(tmp_path / "out")
+    assert {row["label"] for row in found["ranking"]} == {"bsp", "asp"} and len(found["trials"]) == 1
+    assert set(found["lr_factors"].values()) <= set(advise.RATES)
+
+
 def test_a_budget_ends_it_with_what_is_known(job, tmp_path, capsys, monkeypatch):
     asked = Asked(paradigms=("bsp", "asp"), out=tmp_path / "out", budget_s=9e9)
     spent_in(monkeypatch, "trial-3", 1)
