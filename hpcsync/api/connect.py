@@ -17,7 +17,7 @@ import torch
 
 from hpcsync.api.single_process import LocalSession
 from hpcsync.config.errors import JobError, below
-from hpcsync.config.job import Job, default_servers, refuse_unevaluated
+from hpcsync.config.job import Job, default_servers, refuse_unevaluated, refuse_unused
 from hpcsync.core.job_validation import check_model
 from hpcsync.core.roles import Roles
 from hpcsync.core.session import Session
@@ -232,6 +232,7 @@ def connect(
     comm = comm or world()
     options = {"name": paradigm, **options}
     servers = default_servers(options) if servers is None else servers
+    before: Resumed | None = None
     if comm is None or comm.size == 1:
         if layout.going_on(out, resume) is not None:
             raise JobError(f"resume: needs several ranks: a single process cannot resume the run in {out}")
@@ -246,36 +247,37 @@ def connect(
     optimizers = tuple(map(unwrapped, given))
     model = models[0] if len(models) == 1 else torch.nn.ModuleList(models)
     parameters = _parameters(optimizers, model)
-    job = Job.from_table(
-        {
-            "name": name or _script_name(),
-            "seed": seed,
-            "workload": {"name": "script"},
-            "optimizer": {
-                **describe(optimizers),
-                "lr_clock": lr_clock,
-                "async_lr_scale": async_lr_scale,
-                **({"schedule": dict(schedule)} if schedule else {}),
-                **({} if clip_norm is None else {"clip_norm": clip_norm}),
-            },
-            "stop": dict(stop or {}),
-            "evaluation": {"every_samples": every_samples, "buffers": buffers},
-            "checkpoint": dict(checkpoint or {}),
-            "paradigm": options,
-            **({"batches": dict(batches)} if batches else {}),
-            **({"compression": dict(compression)} if compression else {}),
-            "cluster": {
-                "servers": servers,
-                "workers": n_workers,
-                "device": device_of(model).type,
-                "window": window,
-                "on_death": on_death,
-                "placement": placement,
-                "colocated": colocated and comm is not None,
-                **({"compute": dict(compute)} if compute else {}),
-            },
-        }
-    )
+    table = {
+        "name": name or _script_name(),
+        "seed": seed,
+        "workload": {"name": "script"},
+        "optimizer": {
+            **describe(optimizers),
+            "lr_clock": lr_clock,
+            "async_lr_scale": async_lr_scale,
+            **({"schedule": dict(schedule)} if schedule else {}),
+            **({} if clip_norm is None else {"clip_norm": clip_norm}),
+        },
+        "stop": dict(stop or {}),
+        "evaluation": {"every_samples": every_samples, "buffers": buffers},
+        "checkpoint": dict(checkpoint or {}),
+        "paradigm": options,
+        **({"batches": dict(batches)} if batches else {}),
+        **({"compression": dict(compression)} if compression else {}),
+        "cluster": {
+            "servers": servers,
+            "workers": n_workers,
+            "device": device_of(model).type,
+            "window": window,
+            "on_death": on_death,
+            "placement": placement,
+            "colocated": colocated and comm is not None,
+            **({"compute": dict(compute)} if compute else {}),
+        },
+    }
+    job = Job.from_table(table)
+    if before is None:
+        refuse_unused(job, table)
     if servers and not job.steps_on_workers:
         _refuse_holders(job, optimizers)
     if len(optimizers) > 1 and job.compresses and job.paradigm.contribution == "gradient":

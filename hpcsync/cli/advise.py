@@ -360,6 +360,7 @@ class _Adviser:
             own["stop"],
             own["cluster"] | ({} if servers is None else {"servers": servers}),
         )
+        jobs.drop_excluded(table, {("paradigm",)})
         return Job.from_table(table | ({"predicted": predicted} if predicted else {}))
 
 

@@ -162,6 +162,8 @@ CompressionOptions = Annotated[
     Discriminator("name"),
 ]
 
+TAKE_RATIO = ("top-k", "random-k")  # names of those whose ratio a paradigm may set
+
 UNCOMPRESSED = {  # paradigms that transfer something else than gradients and changes
     "position": "which transfers weights; these cannot be compressed",
     "activation": "which transfers activations; these cannot be compressed",
@@ -183,7 +185,7 @@ def with_defaults(table: Any, paradigm: Any) -> Any:
     JobError
         If a ratio is given that would not be used.
     """
-    has_ratio = isinstance(table, dict) and table.get("name") in ("top-k", "random-k")
+    has_ratio = isinstance(table, dict) and table.get("name") in TAKE_RATIO
     if has_ratio and (kind := sets_ratio(paradigm)) is not None:
         if table.get("ratio") is not None:
             raise JobError(

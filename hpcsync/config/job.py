@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
@@ -23,7 +24,7 @@ from hpcsync.config.base import Count, Positive, Table, matching
 from hpcsync.config.batches import Batches
 from hpcsync.config.checkpoint import Checkpoint
 from hpcsync.config.cluster import Cluster, Compute
-from hpcsync.config.compression import CompressionOptions, DenseOptions, takes_ratio
+from hpcsync.config.compression import TAKE_RATIO, CompressionOptions, DenseOptions, takes_ratio
 from hpcsync.config.errors import JobError, in_one_line, shown
 from hpcsync.config.optimizer import Optimizer, Schedule
 from hpcsync.config.paradigms import ParadigmTable, options_suit
@@ -400,23 +401,51 @@ def load(path: str | Path, overrides: Sequence[str] = (), ranks: int | None = No
     Raises
     ------
     JobError
-        If the file cannot be read, or for the first error in the job.
+        If the file cannot be read, or for the first error in the job, such as a setting that it would ignore.
     """
-    path = Path(path)
-    text = _read(path)
-    table = _parse(text, str(path))
+    table = _table(Path(path), overrides, ranks)
+    job = _of_file(path, table)
+    refuse_unused(job, table)
+    return job
+
+
+def load_begun(path: str | Path, overrides: Sequence[str] = (), ranks: int | None = None) -> Job:
+    """Read the job file of a run that has begun, as `load`; it may have settings that are ignored."""
+    return _of_file(path, _table(Path(path), overrides, ranks))
+
+
+def _table(path: Path, overrides: Sequence[str], ranks: int | None) -> dict[str, Any]:
+    table = _parse(_read(path), str(path))
     override(table, overrides)
     _check_values(table, "--set")
     if any(not text.startswith(("seed=", "predicted")) for text in overrides):
         table.pop("predicted", None)  # that of another job
     if ranks is not None:
         _set_workers(table, ranks)
+    return table
+
+
+def _of_file(path: str | Path, table: dict[str, Any]) -> Job:
     job = Job.from_table(table)
     if isinstance(job.workload, Script):
         raise JobError(f'workload.name = "script": must be one of {", ".join(KINDS["workload"])}')
     torch_optimizers.check(job.optimizer)
-    workload = job.workload.found(path.parent) if isinstance(job.workload, Cifar) else job.workload
-    return job.model_copy(update={"workload": workload, "cluster": job.cluster.found(path.parent)})
+    folder = Path(path).parent
+    workload = job.workload.found(folder) if isinstance(job.workload, Cifar) else job.workload
+    return job.model_copy(update={"workload": workload, "cluster": job.cluster.found(folder)})
+
+
+def refuse_unused(job: Job, table: Mapping[str, Any]) -> None:
+    """Raise JobError for a setting in this table of a job that the job ignores, unless it is the default."""
+    without = deepcopy(dict(table))
+    left_out = [each for each in [*excluded(without)] if _pop(without, each.key) is not None]
+    if not left_out:
+        return
+    given, default = job.model_dump(), Job.from_table(without).model_dump()
+    for key, cause, why in left_out:
+        if (value := _at(given, key)) != _at(default, key):
+            beside = f"{'.'.join(cause)} = {shown(_at(given, cause))}"
+            raise JobError(f"{'.'.join(key)} = {shown(value)}: must be omitted with {beside}, {why}")
 
 
 def refuse_unevaluated(job: Job, reason: str) -> None:
@@ -528,8 +557,7 @@ def override(table: dict[str, Any], overrides: Sequence[str]) -> list[str]:
     """Apply ``KEY=VALUE`` overrides to the table of a job, in place.
 
     If an override changes the kind of a table, such as paradigm.name, the keys that the new kind does not have are
-    dropped, except those set by an override. With another paradigm these are also cluster.servers and
-    optimizer.async_lr_scale, where it excludes the file's value.
+    dropped, except those set by an override; and so are those that an override excludes (`excluded`).
 
     Parameters
     ----------
@@ -557,9 +585,7 @@ def override(table: dict[str, Any], overrides: Sequence[str]) -> list[str]:
     for (path, key), union in zip(_KEYS_OF_KIND.items(), _UNIONS, strict=True):
         if (*path, key) in given and path not in given:
             lines += _without_foreign_keys(_at(table, path), path, key, kinds[path], union, given)
-    if any(key[0] == "paradigm" for key in given):
-        lines += _without_excluded_keys(table, given)
-    return lines
+    return lines + drop_excluded(table, given)
 
 
 def remarks(path: str | Path, overrides: Sequence[str]) -> list[str]:
@@ -587,25 +613,52 @@ def _without_foreign_keys(
     return [line + (f"; {', '.join(kept)} kept" if kept else "")]
 
 
-def _without_excluded_keys(table: dict[str, Any], given: set[tuple[str, ...]]) -> list[str]:
-    """Drop the values of the file that the paradigm of an override excludes; return a line about them, if any."""
-    kind = _kind_of(table.get("paradigm"))
+class Excluded(NamedTuple):
+    """Key that another one excludes or leaves without effect, and why."""
+
+    key: tuple[str, ...]
+    cause: tuple[str, ...]
+    why: str
+
+
+def excluded(table: Mapping[str, Any]) -> Iterator[Excluded]:
+    """Yield the keys that values of a table exclude, or leave without effect; the table need not be valid."""
+    kind, compression = _kind_of(table.get("paradigm")), _at(table, ("compression", "name")) or "none"
+    if _at(table, ("batches", "policy")) == "equal":
+        for name in Batches.model_fields:
+            if name != "policy":
+                yield Excluded(("batches", name), ("batches", "policy"), "where all have the same batch size")
     if kind is None:
-        return []
-    has_servers = kind.policy is not None
-    excluded: dict[tuple[str, str], Callable[[Any], bool]] = {
-        ("cluster", "servers"): lambda n: type(n) is int and (n > 0) != has_servers,
-        ("optimizer", "async_lr_scale"): lambda scale: (
-            scale != 1.0 and not (has_servers and kind.contribution == "gradient")
-        ),
-    }
-    dropped = []
-    for (name, key), is_excluded in excluded.items():
-        if {(name,), (name, key)} & given or (value := _at(table, (name, key))) is None or not is_excluded(value):
-            continue
-        del table[name][key]
-        dropped.append(f"{name}.{key}")
-    return [f"paradigm.name is {table['paradigm']['name']}: {', '.join(dropped)} dropped"] if dropped else []
+        return
+    cause, has_servers = ("paradigm", "name"), kind.policy is not None
+    servers, scale = _at(table, ("cluster", "servers")), _at(table, ("optimizer", "async_lr_scale"))
+    if type(servers) is int and (servers > 0) != has_servers:
+        yield Excluded(("cluster", "servers"), cause, "")
+    if scale != 1.0 and not (has_servers and kind.contribution == "gradient"):
+        yield Excluded(("optimizer", "async_lr_scale"), cause, "where no update is one of several")
+    for key in () if has_servers else (("placement",), ("colocated",), ("network", "server_bandwidth_gbit")):
+        yield Excluded(("cluster", *key), cause, "which has no servers")
+    for name in kind.ratios if compression not in TAKE_RATIO else ():
+        yield Excluded(("paradigm", name), ("compression", "name"), "which takes no ratio from a paradigm")
+    for name, (others, why) in kind.excludes.items():
+        if _at(table, ("paradigm", name)) is not None:
+            yield from (Excluded(("paradigm", other), ("paradigm", name), why) for other in others)
+
+
+def drop_excluded(table: dict[str, Any], given: Collection[tuple[str, ...]]) -> list[str]:
+    """Drop from a table what overrides of these keys exclude, except what they set; return a line for each cause."""
+    dropped: dict[tuple[str, ...], list[str]] = {}
+    for key, cause, _ in [*excluded(table)]:
+        is_given = any(key[:n] in given for n in range(1, len(key) + 1))
+        if cause[0] in {each[0] for each in given} and not is_given and _pop(table, key) is not None:
+            dropped.setdefault(cause, []).append(".".join(key))
+    return [f"{'.'.join(cause)} is {_at(table, cause)}: {', '.join(keys)} dropped" for cause, keys in dropped.items()]
+
+
+def _pop(table: dict[str, Any], path: tuple[str, ...]) -> Any:
+    """Remove this key and return its value; None if there is none."""
+    parent = _at(table, path[:-1])
+    return parent.pop(path[-1], None) if isinstance(parent, dict) else None
 
 
 def _accepts(field: FieldInfo, value: Any) -> bool:

@@ -59,6 +59,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 from hpcsync.paradigms.base import Paradigm
@@ -546,6 +547,9 @@ class AdspOptions(ParadigmOptions):
     contribution = "change"
     allocates = False
     timed_steps = True
+    excludes = MappingProxyType(
+        {"commits": (("search_every_s", "loss_rise", "loss_target"), "where nothing is searched for")}
+    )
     guarantees = ("commits",)
     papers = (HU,)
     place = 110

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol
 
 from annotated_types import Ge, Gt, Le, Predicate
@@ -142,6 +143,8 @@ class ParadigmOptions:
         Why contributions are dropped: "late" ones are not of the current version, "stale" ones exceed a bound.
     ratios
         Options that set the compression ratio, None for a compression without one.
+    excludes
+        Options beside which others have no effect: these, and why.
     form_key
         Option that names the form of the paradigm.
     separates_layers
@@ -174,6 +177,7 @@ class ParadigmOptions:
     timed_steps: ClassVar[bool] = False
     drops: ClassVar[Literal["", "late", "stale"]] = ""
     ratios: ClassVar[tuple[str, ...]] = ()
+    excludes: ClassVar[Mapping[str, tuple[tuple[str, ...], str]]] = MappingProxyType({})
     form_key: ClassVar[str] = "name"
     separates_layers: ClassVar[bool] = False
     pairwise: ClassVar[bool] = False

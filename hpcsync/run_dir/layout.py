@@ -167,7 +167,7 @@ def job_of(path: str | Path, overrides: Sequence[str], ranks: int | None, before
     if before is None:
         return jobs.load(path, overrides, ranks)
     began = before.job
-    job = jobs.load(path, overrides, ranks if began.needs_all else began.cluster.ranks)
+    job = jobs.load_begun(path, overrides, ranks if began.needs_all else began.cluster.ranks)
     if job.paradigm.open_keys and job.paradigm.name == began.paradigm.name:
         chosen = {key: getattr(began.paradigm, key) for key in job.paradigm.open_keys}
         job = job.model_copy(update={"paradigm": replace(job.paradigm, **chosen)})

@@ -238,6 +238,7 @@ def lbfgs(model):
         (sgd, {"compute": {"model": "constant", "seconds": [1, 2]}}, "cluster.compute.seconds"),
         (sgd, {"batches": {"policy": "proportional"}}, "batches.total: missing"),
         (sgd, {"batches": {"policy": "equal", "total": 8}}, "batches.total = 8: must be omitted"),
+        (sgd, {"paradigm": "allreduce", "placement": "spread"}, 'cluster.placement = "spread": must be omitted'),
         (sgd, {"compression": {"name": "top-k", "levels": 3}}, "compression.levels = 3: unknown key"),
         (sgd, {"compression": {"name": "dgc"}}, "optimizer.momentum = 0.9: must be 0 or omitted with compression"),
         (sgd, {"paradigm": "ashl", "steps_fine": 20}, "paradigm.steps_fine = 20: must be at most"),

@@ -124,6 +124,15 @@ def test_times_of_a_run_replace_those_of_the_job(job, tmp_path, capsys):
     assert files == [f"times-{seed}.csv" for seed in (1005, 1006, 2005, 2006, 2007, 5, 6, 7)]
 
 
+def test_the_advised_job_has_no_setting_that_it_would_ignore(job, tmp_path):
+    spread = ["cluster.placement=spread", "cluster.network={bandwidth_gbit = 1.0, server_bandwidth_gbit = 2.0}"]
+    for paradigms, kept in ((("allreduce", "{name = 'local-sgd', steps = 2}"), False), (("bsp", "asp"), True)):
+        out = tmp_path / str(kept)
+        assert main(job, Asked(paradigms=paradigms, overrides=spread, out=out)) == 0
+        cluster = jobs.load(out / "advised.toml").cluster
+        assert (cluster.placement == "spread", cluster.network.server_bandwidth_gbit == 2.0) == (kept, kept)
+
+
 def test_measured_links_suit_colocated_servers(job, tmp_path):
     overrides = ["cluster.colocated=true"]
     measured = jobs.load(job, [*overrides, "cluster.network={bandwidth_gbit=1e-4}", "stop={updates = 60}"])

@@ -1,14 +1,16 @@
 """Job file: defaults, overrides, and errors in one line with the key, the value and what is allowed."""
 
 import math
+import tomllib
 from pathlib import Path
 
 import pytest
+import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcsync.config.errors import shown
-from hpcsync.config.job import KINDS, Job, JobError, load, refuse_simulated, remarks
+from hpcsync.config.job import KINDS, Job, JobError, load, load_begun, refuse_simulated, remarks
 from hpcsync.paradigms import OPTIONS
 from hpcsync.paradigms.dssp import DsspOptions
 from hpcsync.paradigms.ssp import SspOptions
@@ -268,6 +270,61 @@ def test_another_paradigm_drops_what_it_excludes_of_the_file(path: Path, allredu
     assert (kept.cluster.servers, kept.optimizer.async_lr_scale) == (2, "1/workers")
     path.write_text(TOML.replace('name = "dssp"', 'name = "local-sgd"').replace("[cluster]", "[cluster]\nservers = 0"))
     assert load(path, ["paradigm=bsp"]).cluster.servers == 1
+
+
+SEARCH = {"name": "adsp", "search_every_s": 20.0, "loss_rise": 0.3}
+PLACED = {"workers": 4, "placement": "spread", "network": {"server_bandwidth_gbit": 40.0}}
+IGNORED = [  # tables of a file, those with which a setting is ignored, an override to the same end
+    (
+        {"batches": {"policy": "equal-finish", "minimum": 4, "interval": 10}},
+        {"batches": {"policy": "equal", "minimum": 4, "interval": 10}},
+        'batches.minimum = 4: must be omitted with batches.policy = "equal", where all have the same batch size',
+        "batches.policy=equal",
+        "batches.policy is equal: batches.minimum, batches.interval dropped",
+    ),
+    (
+        {"paradigm": {"name": "ashl", "ratio_fine": 0.3}, "compression": {"name": "random-k"}},
+        {"paradigm": {"name": "ashl", "ratio_fine": 0.3}},
+        'paradigm.ratio_fine = 0.3: must be omitted with compression.name = "none", which takes no ratio from a '
+        "paradigm",
+        "compression=none",
+        "compression.name is none: paradigm.ratio_fine dropped",
+    ),
+    (
+        {"paradigm": SEARCH},
+        {"paradigm": {**SEARCH, "commits": 3}},
+        "paradigm.search_every_s = 20.0: must be omitted with paradigm.commits = 3, where nothing is searched for",
+        "paradigm.commits=3",
+        "paradigm.commits is 3: paradigm.search_every_s, paradigm.loss_rise dropped",
+    ),
+    (
+        {"paradigm": {"name": "bsp"}, "cluster": PLACED},
+        {"paradigm": {"name": "allreduce"}, "cluster": PLACED},
+        'cluster.placement = "spread": must be omitted with paradigm.name = "allreduce", which has no servers',
+        "paradigm=allreduce",
+        "paradigm.name is allreduce: cluster.placement, cluster.network.server_bandwidth_gbit dropped",
+    ),
+]
+
+
+@pytest.mark.parametrize(("used", "ignored", "message", "override", "dropped"), IGNORED)
+def test_a_setting_that_would_be_ignored_is_refused_and_dropped_by_an_override(
+    path: Path, used: dict, ignored: dict, message: str, override: str, dropped: str
+) -> None:
+    def write(tables: dict) -> None:
+        path.write_text(tomli_w.dumps({**tomllib.loads(TOML), **tables}))
+
+    write(ignored)
+    assert error(path) == message
+    assert load_begun(path) == Job.from_toml(load_begun(path).to_toml()), "a trace or a begun run may have it"
+    write(used)
+    load(path)
+    assert remarks(path, [override]) == [dropped]
+    path.write_text(load(path, [override]).to_toml())
+    load(path)  # a resolved job has all keys, with their defaults
+    key = message.partition(":")[0].replace(" ", "")
+    write(used)
+    assert error(path, override, key).startswith(message.partition(" with ")[0]), "one that an override gives stays"
 
 
 def test_without_servers_all_ranks_are_workers(path: Path) -> None:
