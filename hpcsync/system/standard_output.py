@@ -1,54 +1,68 @@
-"""Standard output into a pipe whose reader may leave, as in `hpcsync simulate JOB | head -1`."""
+"""Standard output whose reader may leave, as in `hpcsync simulate JOB | head -1`, or whose disk may be full."""
 
 from __future__ import annotations
 
 import io
+import os
 import signal
-import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from os import fstat
 from typing import Any
 
 READER_LEFT = 128 + signal.SIGPIPE  # exit status that shells give a program which SIGPIPE has ended
 
 
-class _Pipe(io.FileIO):
-    """Pipe that accepts all data; once its reader has left, the data is dropped."""
+class _Output(io.FileIO):
+    """Output that accepts all data; after an error of writing, such as that its reader has left, data is dropped."""
 
-    reader_left = False
+    error: OSError | None = None
 
     def write(self, data: bytes | bytearray | memoryview) -> int:  # type: ignore[override]
-        """Write data; drop it once the reader has left."""
+        """Write data; drop it after an error."""
         try:
             return super().write(data) or 0
-        except BrokenPipeError:
-            self.reader_left = True
+        except OSError as error:
+            self.error = error
             return len(data)
+
+    @property
+    def reader_left(self) -> bool:
+        return isinstance(self.error, BrokenPipeError)
 
 
 def reader_left() -> bool:
     """Return True if the reader of the standard output has left, as far as a write has shown."""
-    return isinstance(raw := getattr(getattr(sys.stdout, "buffer", None), "raw", None), _Pipe) and raw.reader_left
+    return isinstance(raw := getattr(getattr(sys.stdout, "buffer", None), "raw", None), _Output) and raw.reader_left
+
+
+def open_closed() -> None:
+    """Open the null device in place of standard streams that are closed; else another file would get their number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode, encoding="utf-8")
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
 
 
 @contextmanager
-def reader_may_leave() -> Iterator[None]:
-    """Let a command come to its end, so that no run is lost, and then exit with `READER_LEFT` in place of 0.
+def may_fail() -> Iterator[None]:
+    """Let a command come to its end although nothing can be written any more, so that no run is lost.
 
-    The output is replaced only if it is a pipe.
+    If the reader has left, the command then exits with `READER_LEFT` in place of 0; after another error it says so in
+    one line and exits with 1 in place of 0. The output is replaced unless it is a terminal.
     """
     try:
-        is_pipe = stat.S_ISFIFO(fstat(sys.stdout.fileno()).st_mode)
-    except (AttributeError, OSError, ValueError):  # there is no standard output, or it is no file
-        is_pipe = False
-    if not is_pipe:
+        number = sys.stdout.fileno()
+    except (AttributeError, OSError, ValueError):  # it is no file
         yield
         return
-    own, pipe = sys.stdout, _Pipe(sys.stdout.fileno(), "wb", closefd=False)
+    if os.isatty(number):
+        yield
+        return
+    own, output = sys.stdout, _Output(number, "wb", closefd=False)
     by_line = getattr(own, "write_through", False)  # with PYTHONUNBUFFERED a line is written when it is printed
-    sys.stdout = io.TextIOWrapper(io.BufferedWriter(pipe), own.encoding, own.errors, line_buffering=by_line)
+    sys.stdout = io.TextIOWrapper(io.BufferedWriter(output), own.encoding, own.errors, line_buffering=by_line)
     status: Any = 0
     try:
         yield
@@ -56,4 +70,7 @@ def reader_may_leave() -> Iterator[None]:
         status = error.code
     sys.stdout.flush()
     sys.stdout = own
-    sys.exit(status or (READER_LEFT if pipe.reader_left else 0))
+    if output.error is not None and not output.reader_left:
+        print(f"hpcsync: standard output: {output.error.strerror}", file=sys.stderr)
+        sys.exit(status or 1)
+    sys.exit(status or (READER_LEFT if output.reader_left else 0))

@@ -1,4 +1,4 @@
-"""Standard output into a pipe that nobody reads any more."""
+"""Standard output into a pipe that nobody reads any more, onto a full disk, and none at all."""
 
 import os
 import subprocess
@@ -8,11 +8,11 @@ import pytest
 
 from hpcsync.system.standard_output import READER_LEFT
 
-BEGIN = "import sys; from hpcsync.system.standard_output import reader_left, reader_may_leave\n"
+BEGIN = "import sys; from hpcsync.system.standard_output import reader_left, may_fail\n"
 FORGIVING = (
     BEGIN
     + """
-with reader_may_leave():
+with may_fail():
     for line in range(3):
         print(line, flush=True)
     print("to its end", reader_left(), file=sys.stderr)
@@ -61,3 +61,25 @@ def test_a_reader_that_stays_reads_everything() -> None:
 def test_a_command_ends_without_a_message(arguments: tuple[str, ...]) -> None:
     program = without_a_reader("-m", "hpcsync", *arguments)
     assert (program.returncode, program.stderr) == (READER_LEFT, "")
+
+
+@pytest.mark.parametrize(("status", "expected"), [(0, 1), (2, 2)])
+def test_a_program_comes_to_its_end_if_the_disk_is_full(status: int, expected: int) -> None:
+    line = [sys.executable, "-c", FORGIVING.format(status=status)]
+    with open("/dev/full", "w") as full:
+        program = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=60)
+    message = "hpcsync: standard output: No space left on device\n"
+    assert (program.returncode, program.stderr) == (expected, f"to its end False\n{message}")
+
+
+@pytest.mark.parametrize("opens", [True, False])
+def test_closed_standard_streams_are_replaced_before_another_file_gets_their_number(opens: bool) -> None:
+    code = "import os; from hpcsync.system.standard_output import open_closed; "
+    code += ("open_closed(); " if opens else "") + "os._exit(os.open('/dev/null', os.O_RDONLY) == 1)"
+    line = ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-c", code]
+    assert subprocess.run(line, check=False, timeout=60).returncode == (not opens)
+
+
+def test_a_command_needs_no_standard_output() -> None:
+    line = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-m", "hpcsync", "launch", "-n", "1", "true"]
+    assert subprocess.run(line, check=False, timeout=60).returncode == 0
