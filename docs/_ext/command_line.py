@@ -23,7 +23,7 @@ def _commands(command: Any, name: str) -> Iterator[str]:
     summary, _, rest = (command.help or "").partition("\n\n")
     arguments = [p for p in command.params if p.param_type_name == "argument"]
     options = [p for p in command.params if p.param_type_name == "option" and not p.hidden]
-    usage = " ".join([name, *(["[OPTIONS]"] if options else []), *map(_metavar, arguments)])
+    usage = " ".join([name, *(["[OPTIONS]"] if options else []), *map(_usage, arguments)])
     yield f"## `{name}`\n\n{_joined(summary)}\n\n```text\n{usage}\n```\n"
     if rest:
         yield _paragraphs(rest)
@@ -33,35 +33,30 @@ def _commands(command: Any, name: str) -> Iterator[str]:
 
 
 def _metavar(parameter: Any) -> str:
-    return str(parameter.metavar or parameter.name.upper())
+    return str(parameter.metavar or parameter.name.upper()) + ("..." if parameter.nargs == -1 else "")
+
+
+def _usage(argument: Any) -> str:
+    return _metavar(argument) if argument.required else f"[{_metavar(argument)}]"
 
 
 def _row(parameter: Any, name: str) -> str:
-    about = parameter.help or WORDS.get((name, parameter.name))
-    if not about:
-        raise ValueError(f"{name}: {parameter.name} has no help text, nor one in docs/_ext/command_line.py")
+    if not parameter.help:
+        raise ValueError(f"{name}: {parameter.name} has no help text")
     shown = _metavar(parameter)
     if parameter.param_type_name == "option":
-        flags = ", ".join(sorted(parameter.opts, key=len))
+        flags = ", ".join([*sorted(parameter.opts, key=len), *parameter.secondary_opts])
         shown = flags if parameter.is_flag else f"{flags} {shown}" + (" ..." if parameter.multiple else "")
     shown = shown.replace("|", "\\|")
-    return f"| `{shown}` | {_default(parameter)} | {_joined(about)} |"
-
-
-# Options without a help text: they are Slurm's own.
-WORDS = {
-    ("hpcsync slurm", "gpus_per_node"): "GPUs of each node.",
-    ("hpcsync slurm", "partition"): "Partition.",
-    ("hpcsync slurm", "account"): "Account.",
-}
+    return f"| `{shown}` | {_default(parameter)} | {_joined(parameter.help)} |"
 
 
 def _default(parameter: Any) -> str:
     if parameter.required:
         return "required"
     value = parameter.default
-    if getattr(parameter, "is_flag", False) and not value:
-        return "off"
+    if getattr(parameter, "is_flag", False):
+        return "automatic" if value is None and parameter.secondary_opts else "on" if value else "off"
     if value is None or value is False or value == () or value == [] or callable(value):
         return "none"
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

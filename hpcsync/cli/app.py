@@ -32,7 +32,9 @@ app = typer.Typer(
 JobPath = Annotated[Path, typer.Argument(metavar="JOB", help="Job file (TOML).", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the job file, e.g. paradigm.staleness_max=20."),
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Override a key of the job file, e.g. paradigm.staleness_max=20; repeatable."
+    ),
 ]
 Out = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the run; runs/NAME-TIME/ by default.")]
 Runs = Annotated[list[Path], figure.RUNS]
@@ -101,8 +103,8 @@ def launch(
     program: Annotated[
         list[str],
         typer.Argument(
-            metavar="-- PROGRAM...",
-            help="Program and its arguments; `python` stands for the Python that runs hpcsync.",
+            metavar="PROGRAM",
+            help="Program and its arguments, after `--`; `python` stands for the Python that runs hpcsync.",
             show_default=False,
         ),
     ],
@@ -132,7 +134,7 @@ def watch(
         bool, typer.Option("--json", help="Print each status as a line of JSON.", show_default=False)
     ] = False,
 ) -> None:
-    """Watch a run: workers, waiting, decisions, stalls and the time left."""
+    """Watch a run: workers, waiting, decisions, stalls, time left."""
     with user_errors_in_one_line():
         from hpcsync.cli import watch as watching
 
@@ -187,7 +189,7 @@ def audit(
         typer.Option(
             "--recompute",
             help="Train again on one core as the trace says, and compare losses, evaluations and weights. Imports "
-            "a workload of one's own.",
+            "a workload of your own.",
         ),
     ] = False,
 ) -> None:
@@ -206,7 +208,7 @@ def compare(
     paths: Annotated[
         list[Path],
         typer.Argument(
-            metavar="JOB|RUN...",
+            metavar="JOB|RUN",
             help="Job file (TOML) to run with --vary; or finished runs: traces, or folders with traces.",
             show_default=False,
         ),
@@ -256,9 +258,10 @@ def compare(
         Path | None, typer.Option(metavar="FILE", help="Also write a report (HTML) of all runs.", show_default=False)
     ] = None,
 ) -> None:
-    """Compare variants of a job over seeds: which is the fastest, and how sure that is.
+    """Compare variants of a job, or finished runs, over seeds.
 
-    A run that does not reach the target is counted and not averaged. Differences are paired by seed.
+    The table says which variant is the fastest, and how sure that is. A run that does not reach the target is counted
+    and not averaged. Differences are paired by seed.
     """
     with user_errors_in_one_line():
         from hpcsync.cli import compare as comparing
@@ -284,7 +287,8 @@ def advise(
         typer.Option(
             "--paradigm",
             metavar="NAME|TABLE",
-            help="Candidates, such as bsp or '{name = \"k-sync\", k = 3}', instead of those that hpcsync chooses.",
+            help="A candidate, such as bsp or '{name = \"k-sync\", k = 3}', instead of those that hpcsync chooses; "
+            "repeatable.",
             show_default=False,
         ),
     ] = None,
@@ -319,7 +323,10 @@ def advise(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the advice as JSON.", show_default=False)] = False,
 ) -> None:
-    """Advise on a paradigm: simulate candidates in virtual time, and rank them by the time to the job's target."""
+    """Advise on a paradigm for a job.
+
+    Candidates are simulated in virtual time, and ranked by the time to the job's target.
+    """
     with user_errors_in_one_line():
         from hpcsync.cli import advise as advising
 
@@ -341,7 +348,10 @@ def report_(
         ),
     ] = None,
 ) -> None:
-    """Write a report of runs: one HTML file with figures, tables, the audit and the job, that loads nothing."""
+    """Write a report of runs, as one HTML file.
+
+    It has figures, tables, the audit and the job, and loads nothing from elsewhere.
+    """
     from hpcsync.cli import report
 
     with user_errors_in_one_line():
@@ -360,12 +370,16 @@ def explain(
         typer.Option(
             "--paradigm",
             metavar="NAME|TABLE",
-            help="Simulate another paradigm with the same times, such as bsp or '{name = \"k-sync\", k = 3}'.",
+            help="Simulate another paradigm with the same times, such as bsp or '{name = \"k-sync\", k = 3}'; "
+            "repeatable.",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Explain why a run took its time: who waited for whom, and what it would have taken without stragglers."""
+    """Explain why a run took its time: who waited for whom.
+
+    Simulations say what it would have taken without stragglers.
+    """
     from hpcsync.cli import explain as explanations
 
     with user_errors_in_one_line():
@@ -397,9 +411,9 @@ def export_(
         float | None, typer.Option("--to", metavar="S", help="End at this second.", show_default=False)
     ] = None,
 ) -> None:
-    """Write runs for Perfetto (several in one file), as CSV for Pipit, or their tables as Parquet.
+    """Write runs for Perfetto, as CSV for Pipit, or as Parquet.
 
-    Needs pandas, perfetto and pyarrow: pip install 'hpcsync[export]'.
+    A file for Perfetto may hold several runs. Needs pandas, perfetto and pyarrow: pip install 'hpcsync[export]'.
     """
     from hpcsync.cli import export
 
@@ -424,7 +438,7 @@ def doctor() -> None:
 def bench(
     targets: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[TARGET...]", help="What to measure; everything by default.", show_default=False),
+        typer.Argument(metavar="TARGET", help="What to measure; everything by default.", show_default=False),
     ] = None,
     device: Annotated[
         str, typer.Option(metavar="cpu|cuda", help="Device of the tensors; cuda has fewer targets.")
@@ -438,7 +452,7 @@ def bench(
         typer.Option(metavar="FILE", help="Compare with earlier results, written by --json.", show_default=False),
     ] = None,
 ) -> None:
-    """Measure each primitive beside the limit of the machine, in the same job."""
+    """Measure each primitive beside the limit of the machine."""
     from hpcsync import bench as benchmark
 
     with user_errors_in_one_line():
@@ -541,9 +555,10 @@ def stanza(
         Path | None, typer.Option(metavar="FILE", help="Also write all numbers to this file.", show_default=False)
     ] = None,
 ) -> None:
-    """Plan layer separation: how many nodes train the fully-connected layers.
+    """Plan layer separation (Stanza).
 
-    The layouts are compared with parameter servers and all-reduce.
+    The plan says how many nodes train the fully-connected layers. The layouts are compared with parameter servers and
+    all-reduce.
     """
     from hpcsync.cli import plan as plans
 

@@ -18,7 +18,7 @@ HELP = (
     " seeds on and the range of two. controller and timeline show each run alone."
     + "\n\nNeeds matplotlib and pandas: pip install matplotlib pandas."
 )
-RUNS = typer.Argument(metavar="RUN...", help="Traces, or folders with the traces of runs.", show_default=False)
+RUNS = typer.Argument(metavar="RUN", help="Traces, or folders with the traces of runs.", show_default=False)
 KINDS = (".png", ".svg", ".pdf", ".csv")
 
 

@@ -144,3 +144,11 @@ def test_an_interrupt_while_the_commands_are_set_up_is_one_line(monkeypatch, cap
         app.main()
     assert ended.value.code == 1
     assert capsys.readouterr().err == "hpcsync: interrupted\n"
+
+
+def test_help_of_80_columns_shows_whole_summaries_and_dots_only_where_arguments_repeat(monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for arguments in ((), ("plan",)):
+        assert "..." not in run(*arguments, "--help").stdout.split("Commands:")[1]
+    for command in ("launch", "compare", "report", "export", "figure", "bench"):
+        assert run(command, "--help").stdout.count("...") == 1 + (command == "compare") * 2  # KEY=[VALUE, ...]

@@ -241,7 +241,7 @@ def test_the_reference_describes_every_key_option_and_table(monkeypatch: pytest.
 
     reference.write(tmp_path)
     text = "".join(path.read_text(encoding="utf-8") for path in tmp_path.iterdir())
-    for expected in ("`staleness_max`", "`--times-from", "### /grants"):
+    for expected in ("`staleness_max`", "`--times-from", "`--audit, --no-audit` | automatic", "### /grants"):
         assert expected in text
 
 
