@@ -56,12 +56,13 @@ def learning_curves(runs: Mapping[str, Sequence[RunData]], quantity: str) -> Fig
                 picture(f"{quantity} against {x_label}", 250, *parts),
             )
         )
+    drawn = f"At most {_points(len(runs))} evenly spaced points of each line are drawn."
     return Figure(
         caption=f"{quantity.capitalize()} on held-out data",
         panels=panels,
         legend=[(series(i), label) for i, label in enumerate(runs)] if len(runs) > 1 else [],
         table=Table(("variant", "against", "at", "mean", "low", "high"), rows),
-        note=f"{_about_bands(runs)}At most {_points(len(runs))} evenly spaced points of each line are drawn.",
+        note=f"{_about_bands(runs)}{_about_lost(runs) if quantity == 'loss' else ''}{drawn}",
     )
 
 
@@ -74,6 +75,15 @@ def _about_bands(runs: Mapping[str, Sequence[RunData]]) -> str:
     bands = f"the {100 * LEVEL:g} % interval of the mean (Student)" if many else "the range of the two"
     exception = ", with two seeds their range" if few and many else ""
     return f"Lines are means over the seeds, bands {bands}{exception}; a run that has ended keeps its last value. "
+
+
+def _about_lost(runs: Mapping[str, Sequence[RunData]]) -> str:
+    """Return in words how many runs end with a loss that is not finite, which no line shows; "" if none does."""
+    n_lost = {
+        label: sum(not np.isfinite(run.evaluations["loss"][-1:]).all() for run in of) for label, of in runs.items()
+    }
+    lost = [f"in {n} of {len(runs[label])} of {label}" for label, n in n_lost.items() if n]
+    return f"A loss that is not finite is not drawn: at the end {', '.join(lost)}. " if lost else ""
 
 
 def _points(n_lines: int) -> int:

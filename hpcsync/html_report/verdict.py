@@ -1,4 +1,4 @@
-"""Verdict of a report: three sentences that say what the numbers show, and how sure that is."""
+"""Verdict of a report: three or four sentences that say what the numbers show, and how sure that is."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from hpcsync.report.variants import LEAST_SEEDS, Row, Variants
 
 
 def of_variants(result: Variants, runs: Mapping[str, Sequence[RunData]]) -> list[str]:
-    """Return three sentences on the variants under one condition."""
+    """Return three sentences on the variants under one condition, and one on losses that are not finite if any are."""
+    return [*_of_variants(result, runs), *_diverged(runs)]
+
+
+def _of_variants(result: Variants, runs: Mapping[str, Sequence[RunData]]) -> list[str]:
     every = [run for each in runs.values() for run in each]
     if len(result.rows) == 1:
         return [_arrival(result.rows[0], result, every), _time(every), checked(every)]
@@ -29,6 +33,12 @@ def of_variants(result: Variants, runs: Mapping[str, Sequence[RunData]]) -> list
         first += f"; its probability of being the fastest is {fastest.fastest:.2f}"
     last = checked(every) if any(map(_failed, every)) else _quality(result, fastest)
     return [f"{first}.", _behind(result, fastest), last]
+
+
+def _diverged(runs: Mapping[str, Sequence[RunData]]) -> list[str]:
+    n_lost = {label: sum(run.summary.diverged_at is not None for run in each) for label, each in runs.items()}
+    lost = [f"{n} of {plural(len(runs[label]), 'run')} of {label}" for label, n in n_lost.items() if n]
+    return [f"No loss was finite at the end of {listed(lost)}."] if lost else []
 
 
 def _failed(run: RunData) -> bool:

@@ -256,6 +256,15 @@ def test_numbers_of_a_long_run_have_no_powers_of_ten(runs: dict[str, list[RunDat
     assert "dssp: mean 3,999, largest 3,999" in text
 
 
+def test_losses_that_are_not_finite_are_named(runs: dict[str, list[RunData]]) -> None:
+    first, *others = runs["dssp"]
+    evaluations = first.evaluations.copy()
+    evaluations["loss"][2:] = np.nan
+    text = render({"": {"bsp": runs["bsp"], "dssp": [first._replace(evaluations=evaluations), *others]}})
+    assert "A loss that is not finite is not drawn: at the end in 1 of 3 of dssp." in text
+    assert "is not finite" not in render({"": runs})
+
+
 def test_long_tables_and_many_variants_are_thinned_and_it_is_said(runs: dict[str, list[RunData]]) -> None:
     many = {f"variant {i}": runs["dssp"] for i in range(20)}
     rows = np.zeros(400, [("now_s", "f8"), ("worker", "i4"), ("chosen", "f8")])

@@ -123,6 +123,14 @@ def test_differences_that_seeds_explain_and_others() -> None:
     assert few[1] == "Its lead over b (by 1 s) may be chance, since an interval needs 3 common seeds."
 
 
+def test_a_loss_that_is_not_finite_is_in_the_verdict() -> None:
+    lost = run(None, diverged_at=2)
+    assert sentences(bsp=[lost])[3:] == ["No loss was finite at the end of 1 of 1 run of bsp."]
+    found = sentences(a=[lost, run(1.0)], b=[run(1.0)], c=[lost, lost])
+    assert found[3:] == ["No loss was finite at the end of 1 of 2 runs of a and 2 of 2 runs of c."]
+    assert len(sentences(bsp=[run(None)])) == 3
+
+
 def test_times_of_hours_have_no_powers_of_ten() -> None:
     found = sentences(a=[run(10_000.5), run(12_000.5), run(15_000.0)], b=[run(31_000.5), run(32_000.5), run(36_000.0)])
     assert found[0].startswith("a reached loss 0.3 soonest, after 12,334 s (95 % interval 6,083 to 18,585 s) on")
