@@ -18,6 +18,7 @@ COLOURS = 8  # series that the style sheet can tell apart; later ones repeat the
 BARS = 32  # of a histogram
 BAR_WORKERS = 32  # workers shown of a run
 MATRIX_WORKERS = 16  # in rows and columns
+DIGIT = 7.6  # width of a digit beside a matrix, at most
 PAIRS = 200  # rows of the table of waiting times of a variant
 PART_NAMES = {
     "load": "loading",
@@ -229,13 +230,17 @@ def waiting_matrices(runs: Mapping[str, Sequence[RunData]]) -> Figure | None:
 
 def _matrix(label: str, waits_s: Rows, workers: Sequence[int]) -> Markup:
     """Return a matrix of cells, the darker the longer; with numbers if there is room."""
-    left, top = 74, 30
+    left = 74
     size = min(44.0, (WIDTH - left - 10) / len(workers))
+    longest = DIGIT * len(str(max(workers)))
+    turned = longest > size - 2  # the numbers of the columns would run into each other
+    top = 20 + longest if turned else 30
     largest, has_numbers = float(waits_s.max()), size >= 36
     parts = [text(left, 11, "for worker", "name")]
     for n, i in enumerate(workers):
         y = top + size * n
-        parts.append(text(left + size * (n + 0.5), top - 5, str(i), "tick", "middle"))
+        middle = left + size * (n + 0.5)
+        parts.append(text(middle + 4 * turned, top - 5, str(i), "tick", None if turned else "middle", turned=turned))
         parts.append(text(left - 6, y + size / 2 + 4, f"worker {i}", "tick", "end"))
         for m, j in enumerate(workers):
             waited_s = float(waits_s[i, j])

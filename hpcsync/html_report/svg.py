@@ -31,9 +31,12 @@ def title(text: str) -> Markup:
     return element("title", text)
 
 
-def text(x: float, y: float, words: str, class_: str = "label", anchor: str | None = None) -> Markup:
-    """Return a text at a point; `anchor` is ``middle`` or ``end``."""
-    return element("text", words, x=x, y=y, class_=class_, text_anchor=anchor)
+def text(
+    x: float, y: float, words: str, class_: str = "label", anchor: str | None = None, *, turned: bool = False
+) -> Markup:
+    """Return a text at a point, from below to above if it is turned; `anchor` is ``middle`` or ``end``."""
+    turn = f"rotate(-90 {_plain(x)} {_plain(y)})" if turned else None
+    return element("text", words, x=x, y=y, class_=class_, text_anchor=anchor, transform=turn)
 
 
 def picture(label: str, height: float, *children: Markup) -> Markup:
@@ -145,6 +148,4 @@ class Panel(NamedTuple):
         parts.append(element("line", x1=left, x2=right, y1=bottom, y2=bottom, class_="axis"))
         parts.append(text((left + right) / 2, self.height - 6, x_label, "name", "middle"))
         middle = (top + bottom) / 2
-        turn = f"rotate(-90 13 {_plain(middle)})"
-        name = element("text", y_label, x=13, y=middle, class_="name", text_anchor="middle", transform=turn)
-        return [*parts, name]
+        return [*parts, text(13, middle, y_label, "name", "middle", turned=True)]

@@ -241,6 +241,10 @@ def test_who_waited_for_whom(runs: dict[str, list[RunData]]) -> None:
     large[:, 99] = np.arange(100) / 10
     text = render({"": {"bsp": [run._replace(waits_s=large)]}})
     assert text.count('class="cell"') == 16 * 16
+    assert re.search(r'class="tick" text-anchor="middle">99<', text), "two digits are as wide as a column"
+    wider = np.zeros((200, 200))
+    wider[:100, 100:] = np.arange(100) / 10
+    assert re.search(r'class="tick" transform="rotate[^"]*">199<', render({"": {"bsp": [run._replace(waits_s=wider)]}}))
     assert "worker 98 waited 9.8 s" in text
     assert "The 16 workers that waited or were waited for longest." in text
     assert 'id="waiting"' not in render({"": {"bsp": [run._replace(waits_s=np.zeros((3, 3)))]}})
