@@ -170,9 +170,9 @@ _BAR_COLUMNS = ("", *(f"{PART_NAMES[part]} (%)" for part in PARTS), "total (s)")
 
 
 def _parts(bars: Iterable[Rows]) -> list[tuple[str, str]]:
-    """Return the legend of the parts that any of these bars has."""
-    total = np.sum(list(bars), axis=0)
-    return [(f"bar {part}", PART_NAMES[part]) for part, s in zip(PARTS, total, strict=True) if s > 0]
+    """Return the legend of the parts of which any of these bars has more than rounding errors."""
+    largest = np.max([bar / (bar.sum() or 1.0) for bar in bars], axis=0)
+    return [(f"bar {part}", PART_NAMES[part]) for part, share in zip(PARTS, largest, strict=True) if share > 1e-6]
 
 
 def _bars(caption: str, of: str, bars: Mapping[str, Rows], row: float) -> tuple[Markup, list[tuple[str, ...]]]:

@@ -269,6 +269,15 @@ def test_losses_that_are_not_finite_are_named(runs: dict[str, list[RunData]]) ->
     assert "is not finite" not in render({"": runs})
 
 
+def test_the_legend_of_times_names_what_a_bar_has(runs: dict[str, list[RunData]]) -> None:
+    run = runs["bsp"][0]
+    parts_s = np.array([[0, 3, 1, 0, 1e-15], [0, 3, 1, 0, 0], [0, 0, 0, 0, 0]])
+    for few_s, named in ((1e-15, ["compute", "wait"]), (1e-3, ["compute", "wait", "compression, between iterations"])):
+        parts_s[0, 4] = few_s
+        text = render({"": {"bsp": [run._replace(parts_s=parts_s)]}})
+        assert re.findall(r'<rect class="bar [^>]*></rect></svg>([^<]*)</li>', text) == named
+
+
 def test_long_tables_and_many_variants_are_thinned_and_it_is_said(runs: dict[str, list[RunData]]) -> None:
     many = {f"variant {i}": runs["dssp"] for i in range(20)}
     rows = np.zeros(400, [("now_s", "f8"), ("worker", "i4"), ("chosen", "f8")])
