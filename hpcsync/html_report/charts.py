@@ -14,7 +14,7 @@ from hpcsync.html_report.svg import WIDTH, Panel, Scale, element, limits, number
 from hpcsync.report.variants import Estimate
 from hpcsync.trace.schema import Rows
 
-COLOURS = 8  # series that the style sheet can tell apart; later ones repeat the colours with other dashes
+COLOURS, DASHES = 8, 4  # of the style sheet; later series repeat the colours with other dashes
 BARS = 32  # of a histogram
 BAR_WORKERS = 32  # workers shown of a run
 MATRIX_WORKERS = 16  # in rows and columns
@@ -57,8 +57,8 @@ class Figure(NamedTuple):
 
 
 def series(i: int) -> str:
-    """Return the class of the i-th series."""
-    return f"s{i % COLOURS} d{i // COLOURS % 3}"
+    """Return the class of the i-th series: lines that coincide can be told apart, and so can those of a grey print."""
+    return f"s{i % COLOURS} d{(i + i // COLOURS) % DASHES}"
 
 
 # ---- time to the target ----

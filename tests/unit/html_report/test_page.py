@@ -13,7 +13,7 @@ import pytest
 from jinja2 import Environment, FileSystemLoader
 
 from hpcsync.audit.check import Check
-from hpcsync.html_report import page, run_data
+from hpcsync.html_report import charts, page, run_data
 from hpcsync.html_report.page import render
 from hpcsync.html_report.run_data import Decisions, RunData, evenly
 from hpcsync.trace.schema import TABLES, Change, Phase
@@ -336,7 +336,16 @@ def test_evenly() -> None:
     assert evenly([1, 2], 3) == [1, 2]
 
 
-# ---- colours ----
+# ---- colours and dashes ----
+
+
+def test_no_two_lines_look_alike_and_neighbours_have_other_dashes() -> None:
+    looks = [charts.series(i) for i in range(charts.COLOURS * charts.DASHES)]
+    assert len(set(looks)) == len(looks)
+    dashes = [look.split()[1] for look in looks[: charts.COLOURS]]
+    assert all(len(set(dashes[i : i + charts.DASHES])) == charts.DASHES for i in range(charts.COLOURS - charts.DASHES))
+    style = Path(page.__file__).with_name("style.css").read_text(encoding="utf-8")
+    assert {f"d{n}" for n in re.findall(r"\.line\.d(\d) \{ stroke-dasharray", style)} == {*dashes} - {"d0"}
 
 
 def colours(block: str) -> dict[str, tuple[float, float, float]]:
