@@ -133,11 +133,15 @@ def _arrival(row: Row, result: Variants, runs: Sequence[RunData]) -> str:
     who = f"{run.name} ({run.paradigm}, {crew}, {where})"
     if run.status != "finished":
         return f"{who} did not finish: its status is {run.status}, after {number(run.duration_s)} s."
+    duration_s, samples = (
+        float(np.mean([getattr(r.summary, name) for r in runs])) for name in ("duration_s", "samples")
+    )
+    ended = f"ended after {number(duration_s)} s and {samples:,.0f} samples"
+    ended += f" on average over {len(runs)} seeds" if len(runs) > 1 else ""
     if result.target is None:
-        return f"{who} ended after {number(run.duration_s)} s and {run.samples:,} samples; it has no target."
+        return f"{who} {ended}; it has no target."
     if not row.arrived:
-        ended = f"it ended after {number(run.duration_s)} s and {run.samples:,} samples"
-        return f"{who} did not reach {result.target}: {ended}."
+        return f"{who} did not reach {result.target}: it {ended}."
     if row.time_s is None:
         return f"{who} reached {result.target} in {row.arrived} of {plural(row.runs, 'run')}."
     over = f", the mean of {row.runs} seeds" if row.runs > 1 else ""

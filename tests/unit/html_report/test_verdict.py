@@ -65,6 +65,15 @@ def test_one_run() -> None:
     assert "its status is failed, after 12.5 s." in sentences(bsp=[run(None, status="failed")])[0]
 
 
+def test_several_seeds_end_on_average() -> None:
+    runs = [run(None, duration_s=12.0, samples=4000), run(None, duration_s=13.0, samples=4001)]
+    ended = "it ended after 12.5 s and 4,000 samples on average over 2 seeds."
+    assert sentences(bsp=runs)[0].endswith(f"did not reach loss 0.3: {ended}")
+    without = [run(None, target=None, duration_s=duration_s) for duration_s in (12.0, 14.0)]
+    said = "ended after 13 s and 4,096 samples on average over 2 seeds; it has no target."
+    assert sentences(bsp=without)[0].endswith(said)
+
+
 def test_a_slow_worker_is_named() -> None:
     slow = run(9.5, [(0, 3, 1, 0), (0, 3, 1, 0), (1, 6, 0, 0)])
     assert sentences(bsp=[slow])[1] == (
