@@ -83,6 +83,8 @@ def times_to_target(
     x = Scale(0.0, limits(ends, zero=True)[1], 12, WIDTH - 12)
     parts = _bottom_axis(x, top, height, f"time to {target} (s)")
     rows = []
+    has_interval = any(e is not None and e.half_width is not None for e in (estimates[label] for label in times))
+    with_interval = " with their 95 % interval (Student)" if has_interval else ""
     for i, (label, each) in enumerate(times.items()):
         y, estimate = top + row * i + 28, estimates[label]
         arrived = [time for time in each if math.isfinite(time)]
@@ -107,7 +109,7 @@ def times_to_target(
         panels=[("", picture(f"Time to {target}, by variant", height, *parts))],
         legend=[],
         table=Table(("variant", "mean (s)", "runs", "each run (s)"), rows),
-        note="Filled dots are means with their 95 % interval (Student), rings are runs.",
+        note=f"Filled dots are means{with_interval}, rings are runs.",
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -286,8 +287,9 @@ def _with_left_out(group: Group, figure: Figure) -> Figure:
 
 
 def _times(group: Group) -> Iterator[Figure]:
-    if group.result.target is not None and sum(map(len, group.runs.values())) > 1:
-        times = {label: [variants.time_s(run.summary) for run in each] for label, each in group.shown.items()}
+    times = {label: [variants.time_s(run.summary) for run in each] for label, each in group.shown.items()}
+    has_arrived = any(math.isfinite(time_s) for each in times.values() for time_s in each)
+    if group.result.target is not None and has_arrived and sum(map(len, group.runs.values())) > 1:
         yield charts.times_to_target(times, {row.label: row.time_s for row in group.result.rows}, group.result.target)
 
 

@@ -269,6 +269,19 @@ def test_losses_that_are_not_finite_are_named(runs: dict[str, list[RunData]]) ->
     assert "is not finite" not in render({"": runs})
 
 
+def test_the_figure_of_times_has_arrivals_and_its_note_only_intervals_that_it_shows(
+    runs: dict[str, list[RunData]],
+) -> None:
+    def late(run: RunData) -> RunData:
+        return run._replace(summary=run.summary.model_copy(update={"time_to_target_s": None}))
+
+    assert "dots are means with their 95 % interval (Student), rings" in render({"": runs})
+    assert "dots are means, rings" in render({"": {label: each[:2] for label, each in runs.items()}})
+    text = render({"": {label: [late(run) for run in each] for label, each in runs.items()}})
+    assert "No run reached loss 0.3." in text
+    assert 'id="target"' not in text
+
+
 def test_the_legend_of_times_names_what_a_bar_has(runs: dict[str, list[RunData]]) -> None:
     run = runs["bsp"][0]
     parts_s = np.array([[0, 3, 1, 0, 1e-15], [0, 3, 1, 0, 0], [0, 0, 0, 0, 0]])
