@@ -114,9 +114,11 @@ def _facts(groups: Sequence[Group], runs: Sequence[RunData]) -> list[tuple[str, 
     facts += [("engine", " and ".join(engines.get(word, word) for word in runs_with(runs, "engine")))]
     if len(groups) == 1 and first.target:
         facts.append(("target", first.target))
+    named = [(_where(group, label), run) for group in groups for label, each in group.runs.items() for run in each]
+    of_variant = len({where for where, _ in named}) > 1
     facts += [
-        (f"predicted, seed {run.job.seed}", said)
-        for run in runs[:PREDICTED]
+        (f"predicted, {where}, seed {run.job.seed}" if of_variant else f"predicted, seed {run.job.seed}", said)
+        for where, run in named[:PREDICTED]
         if (said := beside_prediction(run.summary))
     ]
     passed = [all(check.passed for check in run.checks) for run in runs if run.checks is not None]
@@ -176,10 +178,14 @@ def _run_table(groups: Sequence[Group]) -> Grid:
                         f"{s.samples:,}",
                         *("-" if value is None else number(value) for value in known),
                         number(1e-6 * s.wire_bytes),
-                        str(run.path.parent if run.path.name == "trace.h5" else run.path),
+                        str(_place(run)),
                     )
                 )
     return Grid(columns + more, rows)
+
+
+def _place(run: RunData) -> Path:
+    return run.path.parent if run.path.name == "trace.h5" else run.path
 
 
 def _audits(runs: Sequence[RunData]) -> list[dict[str, Any]]:
@@ -191,7 +197,7 @@ def _audits(runs: Sequence[RunData]) -> list[dict[str, Any]]:
             result = "not audited here: hpcsync report --audit audits every run"
         else:
             result = f"{len(failed)} of {len(checks)} checks failed" if failed else f"all {len(checks)} checks passed"
-        name = f"{run.job.paradigm.label}, seed {run.job.seed}: {run.path.parent}"
+        name = f"{run.job.paradigm.label}, seed {run.job.seed}: {_place(run)}"
         kind = "note" if run.checks is None else "bad" if failed else "good"
         found.append({"name": name, "result": result, "verdict": kind, "checks": checks})
     return found

@@ -13,6 +13,7 @@ import pytest
 from jinja2 import Environment, FileSystemLoader
 
 from hpcsync.audit.check import Check
+from hpcsync.config.predicted import Prediction
 from hpcsync.html_report import charts, page, run_data
 from hpcsync.html_report.page import render
 from hpcsync.html_report.run_data import Decisions, RunData, evenly
@@ -280,6 +281,21 @@ def test_the_figure_of_times_has_arrivals_and_its_note_only_intervals_that_it_sh
     text = render({"": {label: [late(run) for run in each] for label, each in runs.items()}})
     assert "No run reached loss 0.3." in text
     assert 'id="target"' not in text
+
+
+def test_a_prediction_is_beside_its_variant_and_an_audit_beside_its_file(runs: dict[str, list[RunData]]) -> None:
+    predicted = Prediction(seconds=2.0)
+    known = [
+        each[0]._replace(
+            summary=each[0].summary.model_copy(update={"predicted": predicted}), path=Path("traces", f"{label}.h5")
+        )
+        for label, each in runs.items()
+    ]
+    text = render({"": {label: [run] for label, run in zip(runs, known, strict=True)}})
+    assert "<dt>predicted, bsp, seed 1</dt>" in text
+    assert "<dt>predicted, dssp, seed 1</dt>" in text
+    assert text.count("seed 1: traces/bsp.h5<") == text.count("seed 1: traces/dssp.h5<") == 1
+    assert "<dt>predicted, seed 1</dt>" in render({"": {"bsp": known[:1]}})
 
 
 def test_the_legend_of_times_names_what_a_bar_has(runs: dict[str, list[RunData]]) -> None:
