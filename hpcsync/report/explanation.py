@@ -251,7 +251,7 @@ def _simulations(found: Explanation, what_if: WhatIf) -> RenderableType:
         table.add_column(column, justify=cast(JustifyMethod, justify))
 
     def add(what: str, seconds: float, slowdown: str = "") -> None:
-        table.add_row(what, _seconds(seconds), f"{seconds / what_if.replayed_s:.2f}", slowdown)
+        table.add_row(Text(what), _seconds(seconds), f"{seconds / what_if.replayed_s:.2f}", slowdown)
 
     add("the recorded times", what_if.replayed_s)
     add("the median in place of every time", what_if.even_s, f"S = {what_if.slowdown:.2f}")

@@ -120,7 +120,11 @@ def _workers(workers: Workers, room: int, width: int, *, served: bool) -> list[R
         table.add_column(name, justify="right", no_wrap=True)
     for w in shown:
         state = workers.state[w]
-        row: list[str | Text] = [str(w), *([workers.host[w]] if hosts else []), Text(state, STYLES.get(state, ""))]
+        row: list[str | Text] = [
+            str(w),
+            *([Text(workers.host[w])] if hosts else []),
+            Text(state, STYLES.get(state, "")),
+        ]
         lead = workers.lead[w]
         row += [f"{workers.iteration[w]:,}", "" if lead is None else str(lead)]
         row += [_number(workers.staleness[w])] if served else []

@@ -259,4 +259,4 @@ def conclude(folder: Path, console: Console) -> None:
     with whole(folder / SUMMARY) as path:
         path.write_text(json.dumps(summary.as_dict(), indent=2) + "\n", encoding="utf-8")
     console.print(table(summary))
-    console.print(f"trace: {folder / TRACE}", soft_wrap=True)
+    console.print(f"trace: {folder / TRACE}", soft_wrap=True, markup=False)

@@ -6,10 +6,13 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+from rich.console import Console
 
 from hpcsync.cli import explain
 from hpcsync.config.errors import JobError
 from hpcsync.report import explanation
+from hpcsync.simulator.what_if import study
+from hpcsync.trace.reader import opened
 from tests.unit.simulator.runs import simulated
 from tests.unit.trace.recorder import with_rows
 
@@ -90,6 +93,14 @@ def test_a_run_without_an_iteration(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_a_folder_without_a_trace_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(JobError, match=r"trace\.h5: no such file$"):
         explain.main(tmp_path, as_json=False, simulated=True)
+
+
+def test_names_of_hosts_are_no_markup(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with opened(run) as trace:
+        found, what_if = explanation.explain(trace), study(trace, [])
+    named = found._replace(hosts=("a", "b", "[/red]"))
+    Console(width=120).print(explanation.view(named, [], what_if))
+    assert "the median in place of worker 2 ([/red])" in said(capsys)
 
 
 def test_seconds_have_three_digits_or_all_before_the_point() -> None:

@@ -193,6 +193,16 @@ def test_who_is_in_trouble_comes_first_then_the_slowest():
     assert live_view.order(workers) == [4, 2, 3, 0, 1]
 
 
+def test_names_of_hosts_are_no_markup():
+    workers = status(3).workers.model_copy(update={"host": ("[/red]", "[b]bold", "c")})
+    lines = text(status(workers=workers), width=120).splitlines()
+    assert [name for name in ("[/red]", "[b]bold", "c ") if any(name in line for line in lines)] == [
+        "[/red]",
+        "[b]bold",
+        "c ",
+    ]
+
+
 def test_an_old_status_is_said_to_be_old():
     assert "no news for 34 s" in text(status(), age_s=34.0)
     assert "no news" not in text(status(status="finished"), age_s=34.0)

@@ -142,6 +142,12 @@ def test_at_the_end_there_is_a_summary_in_the_folder_and_on_the_terminal(tmp_pat
     assert shown.getvalue().endswith(f"trace: {folder / 'trace.h5'}\n")
 
 
+def test_the_name_of_the_folder_is_no_markup(tmp_path):
+    shown = io.StringIO()
+    layout.conclude(write_trace(tmp_path / "[lr=0.1]", 1), Console(file=shown, width=80))
+    assert shown.getvalue().endswith("/[lr=0.1]/trace.h5\n")
+
+
 def test_a_longer_run_takes_no_more_memory_at_its_end(tmp_path, monkeypatch):
     monkeypatch.setattr(reader, "opened", functools.partial(reader.opened, slice_rows=500))
 
