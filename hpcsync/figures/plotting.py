@@ -92,10 +92,14 @@ def label(trace: Trace) -> str:
     return text if trace.finished else f"{text} ({trace.status})"
 
 
+def _crew(trace: Trace) -> str:
+    return f"{trace.n_workers} worker{'s' if trace.n_workers != 1 else ''}"
+
+
 def labels(traces: Sequence[Trace]) -> list[str]:
     """Return a different name for each trace: its label, and as many other attributes as are needed."""
     names = [label(trace) for trace in traces]
-    for attribute in (lambda trace: f"{trace.n_workers} workers", lambda trace: str(trace.attributes.get("engine"))):
+    for attribute in (_crew, lambda trace: str(trace.attributes.get("engine"))):
         if len({attribute(trace) for trace in traces}) > 1:
             names = [f"{name}, {attribute(trace)}" for name, trace in zip(names, traces, strict=True)]
     for attribute in (

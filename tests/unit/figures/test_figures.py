@@ -570,7 +570,7 @@ def test_labels_distinguish_traces_with_few_words(tmp_path):
     asp, dssp, paper = (record(paradigm) for paradigm in ("asp", "dssp", "paper"))
     assert plotting.labels([asp, dssp, paper]) == ["ASP", "DSSP, s = 1 to 5", "DSSP, s = 1 to 5, paper mode"]
     assert plotting.labels([asp, dssp, with_seed(asp, 7)]) == ["ASP, seed 0", "DSSP, s = 1 to 5", "ASP, seed 7"]
-    assert plotting.labels([asp, record("bsp", (1.0,))]) == ["ASP, 3 workers", "BSP, 1 workers"]
+    assert plotting.labels([asp, record("bsp", (1.0,))]) == ["ASP, 3 workers", "BSP, 1 worker"]
     assert plotting.labels([with_status(asp, "failed")]) == ["ASP (failed)"]
     copies = [dataclasses.replace(asp, path=tmp_path / name / "trace.h5") for name in ("a", "b")]
     assert plotting.labels(copies) == ["ASP, a", "ASP, b"]

@@ -175,6 +175,13 @@ def test_table():
     assert "not reached" in text(summarize(trace(target="target_accuracy = 0.99")))
 
 
+def test_one_of_a_kind_is_singular():
+    one = {"n_workers": 1, "n_servers": 1, "updates": 1, "samples": 1, "dropped": 1, "k_last": 1}
+    shown = " ".join(text(summarize(trace()).model_copy(update=one)).split())
+    for words in ("1 server, 1 worker ", "1 update, 1 sample ", "1 contribution "):
+        assert words in shown
+
+
 @pytest.mark.parametrize(("choice", "words"), [("worker", ""), ("mean", " (mean of the workers' buffers)")])
 def test_the_table_names_the_buffers_that_were_evaluated(choice, words):
     summary = summarize(trace())
