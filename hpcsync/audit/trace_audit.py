@@ -108,7 +108,7 @@ def main(
         if all(check.passed for check in checks):
             checks += further(trace)
     except TraceError as error:
-        Console(stderr=True).print(f"hpcsync audit: {error}", highlight=False, markup=False, soft_wrap=True)
+        Console(stderr=True).print(f"hpcsync: {error}", highlight=False, markup=False, soft_wrap=True)
         return 2
     console.print(render(checks))
     failed = sum(not check.passed for check in checks)

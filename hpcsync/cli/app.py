@@ -459,7 +459,7 @@ def bench(
         sys.exit(benchmark.main(targets or [], json, device, compare))
 
 
-@app.command()
+@app.command(cls=JobCommand)
 def slurm(
     job: JobPath,
     nodes: Annotated[list[int], typer.Option(metavar="N", help="Number of nodes.")],

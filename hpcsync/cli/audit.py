@@ -32,5 +32,5 @@ def main(path: Path, *, recompute: bool) -> int:
         print(f"hpcsync: {path}: cannot be recomputed: {error}", file=sys.stderr)
         return 2
     except TraceError as error:
-        print(f"hpcsync audit: {error}", file=sys.stderr)
+        print(f"hpcsync: {error}", file=sys.stderr)
         return 2

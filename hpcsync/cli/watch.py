@@ -157,7 +157,8 @@ def _newest(folder: Path) -> Path:
         return folder
     found = sorted(folder.glob(f"*/{STATUS}"), key=lambda path: path.stat().st_mtime)
     if not found:
-        what = "holds no run that has a status; a simulation keeps none" if folder.is_dir() else "no such folder"
+        none = "no such folder" if not folder.exists() else "must be the folder of a run, or of runs"
+        what = "holds no run that has a status; a simulation keeps none" if folder.is_dir() else none
         raise StatusError(f"{folder}: {what}")
     return found[-1].parent
 

@@ -25,7 +25,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from hpcsync.figures import plotting
+from hpcsync.figures import FigureError, plotting
 from hpcsync.figures.plotting import Drawing
 from hpcsync.report.intervals import SERVERS, bars_of, events
 from hpcsync.report.waiting import each_wait
@@ -47,15 +47,20 @@ def draw(traces: list[Trace], workers: int = 16, from_s: float = 0.0, to_s: floa
         bars_of(trace, reports[reports["worker"].isin(list(place))])
         for trace, reports, place in zip(traces, all_reports, places, strict=True)
     ]
+    if math.isnan(from_s) or (to_s is not None and math.isnan(to_s)):
+        raise FigureError("figure timeline: --from and --to must be numbers of seconds")
     if to_s is None:
         ends_s = [after_iterations(frame, from_s) for frame in whole]
         no_computation = np.isnan(ends_s).all()  # after the begin, but perhaps a transfer
         to_s = max(frame["end_s"].max() for frame in whole) if no_computation else float(np.nanmax(ends_s))
     frames = [cut(frame, from_s, to_s) for frame in whole]
-    for frame, trace in zip(frames, traces, strict=True):
-        if not 0 < len(frame) <= BARS:
-            what = f"{len(frame):,} bars, more than {BARS:,}" if len(frame) else "nothing"
-            raise TraceError(f"{trace.path}: {what} to draw in this window: choose --from and --to")
+    for frame, of_trace, trace in zip(frames, whole, traces, strict=True):
+        if not len(frame):
+            end = f"the rows of the trace end at {of_trace['end_s'].max():.6g} s"
+            raise TraceError(f"{trace.path}: nothing to draw in this window; {end}: choose --from and --to")
+        if len(frame) > BARS:
+            too_many = f"{len(frame):,} bars to draw, more than {BARS:,}"
+            raise TraceError(f"{trace.path}: {too_many}: choose a shorter time by --from and --to")
     figure, axes = plotting.panels(
         len(frames),
         height=0.6 + sum(0.5 + 0.17 * len(place) for place in places),

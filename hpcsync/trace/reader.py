@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -380,7 +381,10 @@ def _open(path: Path, mode: str) -> h5py.File:
     try:
         file = h5py.File(path, mode, locking="best-effort")
     except OSError as error:
-        raise TraceError(f"{path}: cannot be opened: {_first_line(error)}") from None
+        problem = f"cannot be opened: {_first_line(error)}"
+        if found := re.search(r"truncated file: eof = (\d+),.* stored_eof = (\d+)", str(error)):
+            problem = f"truncated: it has {int(found[1]):,} of {int(found[2]):,} bytes"
+        raise TraceError(f"{path}: {problem}") from None
     kind, version = (_attribute(file, name) for name in ("format", "format_version"))
     if kind != FORMAT:
         problem = f"not a trace (an HDF5 file whose format is not {FORMAT})"

@@ -201,5 +201,5 @@ def test_a_file_that_is_not_a_trace(tmp_path, console, capsys):
     path.write_text("no trace")
     assert main(path, console) == 2
     shown = capsys.readouterr().err
-    assert shown == f"hpcsync audit: {path}: not a trace (not an HDF5 file)\n"
+    assert shown == f"hpcsync: {path}: not a trace (not an HDF5 file)\n"
     assert auditing.main(tmp_path / "none.h5", console) == 2

@@ -85,6 +85,7 @@ def test_user_errors_are_one_line_and_status_2(mistake: Exception, monkeypatch: 
         (("run", "--workers", "4"), "--set cluster.workers=4, or -n RANKS (servers and workers)"),
         (("simulate", "--workers=4"), "--set cluster.workers=4"),
         (("show", "--seed", "2"), "--set seed=2"),
+        (("slurm", "--workers", "4"), "--set cluster.workers=4"),
         (("run", "--lr"), "--set optimizer.lr=VALUE"),
     ],
 )

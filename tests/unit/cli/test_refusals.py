@@ -117,4 +117,4 @@ def test_a_real_run_takes_its_own_times(tmp_path: Path) -> None:
 def test_an_audit_of_no_trace_is_told_in_one_line(options: tuple[str, ...]) -> None:
     result = hpcsync("audit", "absent", *options)
     assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr == "hpcsync audit: absent: no such file\n"
+    assert result.stderr == "hpcsync: absent: no such file\n"

@@ -613,7 +613,8 @@ def test_a_folder_that_cannot_be_created_is_named(tmp_path):
 
 def test_an_empty_window_is_refused(tmp_path):
     run = write(tmp_path, counted(*ROUNDS))
-    assert "nothing to draw in this window" in refused("timeline", run, "--from", 100)
+    assert "nothing to draw in this window; the rows of the trace end at " in refused("timeline", run, "--from", 100)
+    assert "--from and --to must be numbers" in refused("timeline", run, "--from", "nan")
     assert "--from 2: must be less than --to 1" in refused("timeline", run, "--from", 2, "--to", 1)
 
 

@@ -193,3 +193,6 @@ def test_what_cannot_be_shown_is_one_line(tmp_path, content, said):
     assert "\n" not in str(caught.value)
     with pytest.raises(JobError, match="no such folder"):
         watching.watch(tmp_path / "none", once=True, as_json=False)
+    (tmp_path / "trace.h5").touch()
+    with pytest.raises(JobError, match=r"trace.h5: must be the folder of a run"):
+        watching.watch(tmp_path / "trace.h5", once=True, as_json=False)
