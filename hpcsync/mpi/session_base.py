@@ -169,13 +169,44 @@ class RankSession(Session):
         self._said_where_state_is = False
         self._taken = [optimizer.__dict__.get("step") for optimizer in self._script.optimizers]
         for index, optimizer in enumerate(self._script.optimizers):
-            step = partial(self._optimizer_step, index)
+            step = self._step_of(index, optimizer)
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # what a scheduler looks for
             optimizer.step = step  # type: ignore[method-assign]
+            if self.worker is None or self.batches_before:  # it steps later than a scheduler, or never
+                optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler looks for
             optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # a GradScaler leaves it to `step`
-            if self._job.has_servers and not self._job.steps_on_workers:
+            if self._steps_on_servers:
                 self._hooks_of_state.append(optimizer.register_state_dict_pre_hook(self._on_state_dict))
                 self._hooks_of_state.append(optimizer.register_load_state_dict_pre_hook(self._on_load_state_dict))
+
+    @property
+    def _steps_on_servers(self) -> bool:
+        return self._job.has_servers and not self._job.steps_on_workers
+
+    def _step_of(self, index: int, optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+        """Return the `step` of an optimizer of the script.
+
+        It calls the hooks that are registered for the step, unless the optimizer's own step is made here and does.
+        """
+
+        def step(_: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            return self._optimizer_step(index, closure)
+
+        return partial(torch.optim.Optimizer.profile_hook_step(step) if self._steps_on_servers else step, optimizer)
+
+    def step(self, loss: torch.Tensor | float | None = None) -> bool:
+        """Step with the script's only optimizer, or the job's; return False once the run is over."""
+        if self._script is None or self._script.only is None:
+            self._step(loss)
+        else:
+            if loss is not None:
+                self.record(loss)
+            self._script.optimizers[0].step()
+        return not self.stopped
+
+    @abstractmethod
+    def _step(self, loss: torch.Tensor | float | None) -> None:
+        """Use the gradient of the step under way."""
 
     def _on_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
         if self.worker == 0 and self._stepped and not self._said_where_state_is:
@@ -209,7 +240,7 @@ class RankSession(Session):
             unscale(optimizer)
         optimizer.grad_scale = optimizer.found_inf = None  # what has been dealt with
         try:
-            self.step()
+            self._step(None)
         finally:
             script.stepping, script.skips = script.only, False
         return loss

@@ -139,15 +139,14 @@ class PeerSession(RankSession):
     def _describe(self, attributes: Mapping[str, int]) -> None:
         """Add attributes to the trace; on rank 0 only."""
 
-    def step(self, loss: torch.Tensor | float | None = None) -> bool:
-        """End an iteration: apply the step and exchange; return False after the last one."""
+    def _step(self, loss: torch.Tensor | float | None) -> None:
+        """End an iteration: apply the step and exchange."""
         self._refuse_step()
         if self._times is None:
             self._begin_again()
             self._end_computation()
         self._end_iteration(self._look_at_step(loss))
         self._link.phases.enter(Phase.COMPUTING, self._machine.iteration + 1)
-        return not self.stopped
 
     def _end_iteration(self, loss: float) -> None:
         assert self._times is not None

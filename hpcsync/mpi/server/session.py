@@ -127,7 +127,7 @@ class FollowerSession(LinkedSession):
             self._serve()
         return iter(())
 
-    def step(self, loss: torch.Tensor | float | None = None) -> bool:
+    def _step(self, loss: torch.Tensor | float | None) -> None:
         """Raise WithoutBatch: a server does not train."""
         raise WithoutBatch
 

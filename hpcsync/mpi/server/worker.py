@@ -308,8 +308,8 @@ class WorkerSession(LinkedSession):
                 self._computed = share
         return self._computed < 1.0
 
-    def step(self, loss: torch.Tensor | float | None = None) -> bool:
-        """Use the gradient, and push if a push is due; return False once the run is over."""
+    def _step(self, loss: torch.Tensor | float | None) -> None:
+        """Use the gradient, and push if a push is due."""
         self._refuse_step()
         mean_loss = self._look_at_step(loss, complete=self._computed == 1.0)
         if self._skips:
@@ -324,7 +324,6 @@ class WorkerSession(LinkedSession):
         self._contribution.step(self.flat.gradient, n_samples, mean_loss, last=last)
         if last:
             self._push()
-        return not self.stopped
 
     def _push(self) -> None:
         """Push the contribution, and continue with the weights read after it."""

@@ -15,6 +15,7 @@ from tests.unit.mpi.test_checkpoints import killed
 from tests.unit.mpi.test_narrow_models import SETTINGS
 
 EPOCHS = 4
+NO_WARNING = "error:Detected call of `lr_scheduler.step"
 
 
 def script(comm: MPI.Intracomm, out: Path, paradigm: str, per: str, *, resume: bool = False) -> torch.Tensor:
@@ -41,7 +42,7 @@ def script(comm: MPI.Intracomm, out: Path, paradigm: str, per: str, *, resume: b
 
 
 @pytest.mark.once
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.filterwarnings(NO_WARNING)
 @pytest.mark.parametrize("per", ["epoch", "batch"])
 @pytest.mark.parametrize("paradigm", SETTINGS)
 def test_it_resumes_with_the_same_bits(comm, only, folder, paradigm, per):
@@ -75,3 +76,31 @@ def test_after_the_run_all_ranks_have_the_rates_of_the_workers(comm, needs, fold
             sgd.step()
             schedule.step()
     assert sgd.param_groups[0]["lr"] == 0.5**4
+
+
+@pytest.mark.filterwarnings(NO_WARNING)
+@pytest.mark.parametrize("paradigm", ["bsp", "easgd", "allreduce"])
+def test_a_scheduler_finds_no_step_missing(comm, needs, folder, paradigm):
+    """Neither on a server, which makes none, nor with the step of the session."""
+    needs(2)
+    model = torch.nn.Linear(3, 1)
+    sgd = torch.optim.SGD(model.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.StepLR(sgd, 1, 0.5)
+    data = TensorDataset(torch.ones(2 * comm.size, 3))
+    with hpcsync.connect(model, sgd, paradigm, comm=comm, out=folder / "run") as sync:
+        for _ in range(2):
+            for (x,) in sync.shard(data, batch_size=2):
+                sgd.zero_grad()
+                loss = model(x).sum()
+                loss.backward()
+                sync.step(loss)
+            schedule.step()
+
+
+@pytest.mark.filterwarnings(NO_WARNING)
+def test_a_scheduler_that_steps_too_early_warns(comm, only, folder):
+    only(2)
+    sgd = torch.optim.SGD(torch.nn.Linear(3, 1).parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.StepLR(sgd, 1, 0.5)
+    with pytest.raises(UserWarning, match="before `optimizer.step"):
+        schedule.step()

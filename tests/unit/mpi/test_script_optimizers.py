@@ -579,6 +579,23 @@ def test_a_commit_of_skipped_steps_does_not_count(comm, only, folder, paradigm, 
         assert [found for found in audit(trace) if not found.passed] == []
 
 
+@pytest.mark.parametrize("by_session", [False, True])
+@pytest.mark.parametrize("paradigm", ["bsp", "asp", "easgd", "allreduce"])
+def test_hooks_of_the_step_are_called(comm, needs, folder, paradigm, by_session):
+    """Once in each step of a worker, wherever its optimizer runs."""
+    needs(2)
+    model, called = Net().double(), []
+    optimizer = sgd(model)
+    optimizer.register_step_pre_hook(lambda *_: called.append("before"))
+    optimizer.register_step_post_hook(lambda *_: called.append("after"))
+    with hpcsync.connect(model, optimizer, paradigm, out=folder / "run", comm=comm) as sync:
+        for batch in sync.shard(data(BATCH * sync.n_workers * STEPS), BATCH):
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            sync.step() if by_session else optimizer.step()
+    assert called == (["before", "after"] * STEPS if sync.worker is not None else [])
+
+
 @pytest.mark.parametrize("servers", [1, 2])
 def test_the_servers_clip_the_mean(comm, needs, folder, servers):
     needs(servers + 1)
