@@ -78,7 +78,7 @@ class StepChecks:
         """
         computed = stepping in self._to_step
         self._to_step.discard(stepping)
-        if self.model_changed():
+        if self.model_changed() or (not computed and self._parameters() != self._connected):
             return Problem.MODEL_CHANGED
         if not computed:
             return Problem.NO_GRADIENT
@@ -172,6 +172,9 @@ def unequal_steps(job: Job, done: Sequence[int]) -> str:
     """
     expected = math.isinf(job.paradigm.lead_bound) or job.cluster.events or job.batches.policy != "equal"
     fewest, most = min(done), max(done)
+    n = job.local_steps
+    if isinstance(job.workload, Script) and most == 0 and n > 1:
+        return f"no worker has made a step that was pushed: nothing was trained (a push follows every {n} steps)"
     if isinstance(job.workload, Script) and most == 0:
         return "no worker has made a step: nothing was trained (was sync.step or optimizer.step never called?)"
     if not isinstance(job.workload, Script) or expected or most - fewest <= max(1, UNEVEN * most):

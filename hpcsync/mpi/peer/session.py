@@ -170,7 +170,8 @@ class PeerSession(RankSession):
         if self._times is not None:
             raise RuntimeError(
                 "several backward passes in one step: the first one's gradient is already the mean of all workers'; "
-                "add the losses, pass accumulate to shard, or call all but the last backward in session.no_sync()"
+                "add the losses, pass accumulate to shard, or call all but the last backward in session.no_sync(); "
+                "activation checkpointing needs use_reentrant=False"
             )
         if not self._iterations.under_way and self._iterations.in_loop:
             self._begin_again()

@@ -5,6 +5,7 @@ Synchronous paradigms must then give the same weights, whatever the script's opt
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -630,6 +631,8 @@ def mistaken(mistake: str, model: nn.Module, optimizer: torch.optim.Optimizer, b
             model.head = nn.Linear(40, 1, dtype=torch.float64)
         if step == 1 and mistake == "group":
             optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1, dtype=torch.float64))]})
+        if step == 3 and mistake == "assigned":  # not a step in which all modules are looked at
+            model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
         if mistake == "layer" and step == 0:
             model.extra = nn.Linear(1, 1, dtype=torch.float64)
         x, y = batch
@@ -665,11 +668,23 @@ def test_a_worker_that_makes_fewer_steps_is_named(comm, needs, folder, capsys, p
             assert said == []
 
 
+def test_fewer_steps_than_a_push_takes_are_said(comm, needs, folder, capsys):
+    needs(2)
+    model = Net().double()
+    optimizer = sgd(model)
+    with hpcsync.connect(model, optimizer, "easgd", period=STEPS + 1, out=folder / "run", comm=comm) as sync:
+        with_closure(model, optimizer, sync.shard(data(BATCH * STEPS * sync.n_workers), BATCH), sync)
+    comm.Barrier()
+    if comm.rank == 0:
+        assert f"(a push follows every {STEPS + 1} steps)" in capsys.readouterr().err
+
+
 MISTAKES = {
     "backward": "worker 0, iteration 2.*: step without a gradient",
     "double": "the model or the optimizer has changed since connect",
     "layer": "the model or the optimizer has changed since connect",
     "group": "the model or the optimizer has changed since connect",
+    "assigned": "iteration 4.*the model or the optimizer has changed since connect",
     "nan": "iteration 1.*: the loss is not finite",
     "nan, not recorded": "iteration 1.*: the gradient is not finite",
 }
@@ -779,6 +794,20 @@ def test_the_state_that_an_optimizer_has_may_be_loaded_again(comm, needs, folder
         with pytest.raises(RuntimeError, match="its state is on the servers by now"):
             optimizer.load_state_dict(state)
         with_closure(model, optimizer, sync.shard(data(BATCH * STEPS * comm.size), BATCH), sync)
+
+
+def test_a_backward_pass_within_another_is_refused_where_backward_forms_the_mean(comm, needs, folder):
+    """The mean would be formed at the end of the inner one."""
+    needs(2)
+    model = Net().double()
+    optimizer = sgd(model)
+    with hpcsync.connect(model, optimizer, "allreduce", out=folder / "run", comm=comm) as sync:
+        for x, y in sync.shard(data(BATCH * comm.size), BATCH):
+            below = nn.Sequential(model.body, model.norm, nn.Tanh())
+            hidden = torch.utils.checkpoint.checkpoint(below, x.requires_grad_(), use_reentrant=True)
+            with pytest.raises(RuntimeError, match="activation checkpointing needs use_reentrant=False"):
+                nn.functional.mse_loss(model.head(hidden), y).backward()
+            optimizer.step()
 
 
 def test_batches_accumulated_without_a_word_are_refused_where_backward_forms_the_mean(comm, needs, folder):
