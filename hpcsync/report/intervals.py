@@ -42,9 +42,12 @@ def events(trace: Trace, end_s: float | None = None) -> pd.DataFrame:
     Parameters
     ----------
     end_s
-        Last end of a computation, if the trace holds a part of the run: workers that leave from then on are no event.
+        Last end of a computation, if the trace holds a part of the run: workers that leave from then on are no event,
+        nor are those whose part ends although the job does not make them leave.
     """
     updates, changes = trace.frame("updates"), trace.frame("membership")
+    leaving = [event.worker for event in trace.job.cluster.events if event.change == "leave"]
+    changes = changes[(changes["change"] != "left") | changes["worker"].isin(leaving)]
     stalls, decisions = trace.frame("stalls"), trace.frame("decisions")
     decisions = decisions[~decisions["controller"].isin(EVENTS)]
     is_switch = decisions["controller"] == "switch"

@@ -200,6 +200,15 @@ def test_timeline_points_from_a_waiter_to_whom_it_waited_for():
     assert set(arrows.get_ydata().tolist()) == {0.6}, "the upper edge of worker 1"
 
 
+@pytest.mark.parametrize(("events", "leaving"), [("[]", []), ('[{worker=0, change="leave", at_s=2.0}]', [0])])
+def test_only_workers_that_the_job_makes_leave_are_marked(tmp_path, events, leaving):
+    asp = ('paradigm={name="asp"}', "stop={updates=30}", f"cluster.events={events}")
+    trace = load(pages.simulated(tmp_path, *asp) / "trace.h5")
+    assert sorted(trace.frame("membership")["worker"]) == [0, 1, 2], "each has left, two of them or all at the end"
+    marks = intervals.events(trace)
+    assert marks.loc[marks["activity"] == "left", "worker"].tolist() == leaving
+
+
 def test_timeline_draws_events_in_its_window_on_the_row_of_their_worker(tmp_path):
     trace = record("dssp", (1.0, 1.1, 3.7), updates=80, jitter=0.3)
     changes = [(1000, 5.0, 1, Change.DIED), (1001, 6.0, 1, Change.JOINED), (1002, 99.0, 0, Change.LEFT)]
