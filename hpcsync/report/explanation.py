@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, cast
 
@@ -234,13 +235,14 @@ def _matrix(found: Explanation) -> RenderableType:
     involved = found.waits.caused_s + np.asarray(between_s.sum(axis=1)).ravel()
     shown = sorted(np.argsort(-involved, kind="stable")[:MANY_WORKERS].tolist())
     left_out = "" if len(shown) == len(found.hosts) else f" ({len(shown)} of {len(found.hosts)} workers)"
-    table = Table(box=box.SIMPLE)
+    table = Table(box=box.SIMPLE, collapse_padding=True)
     table.add_column("worker", justify="right", no_wrap=True)
     for worker in shown:
         table.add_column(str(worker), justify="right", no_wrap=True)
     some = between_s[shown][:, shown].toarray()
+    decimals = max(0, 2 - math.floor(math.log10(some.max() or 1.0)))  # the largest time has three digits
     for worker, row in zip(shown, some, strict=True):
-        table.add_row(str(worker), *(_digits(seconds) if seconds else "" for seconds in row))
+        table.add_row(str(worker), *(f"{seconds:,.{decimals}f}" if seconds else "" for seconds in row))
     return Group(Text(f"Seconds for which a worker (row) waited for another (column){left_out}:"), table)
 
 

@@ -103,6 +103,16 @@ def test_names_of_hosts_are_no_markup(run: Path, capsys: pytest.CaptureFixture[s
     assert "the median in place of worker 2 ([/red])" in said(capsys)
 
 
+def test_times_between_many_workers_fit_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = simulated(tmp_path, {"name": "bsp"}, [0.01] * 12, jitter=0.2)
+    found = explanation.explain(trace)
+    assert 0 < found.waits.between_s.tocoo().data.min() < 0.01
+    Console(width=80).print(explanation.view(found, [], None))
+    shown = capsys.readouterr().out
+    assert "(8 of 12 workers)" in shown
+    assert "…" not in shown
+
+
 def test_seconds_have_three_digits_or_all_before_the_point() -> None:
     assert [*map(explanation._seconds, (0.1234, 12.345, 999.4, 999.7, 12_345.6))] == [
         *("0.123 s", "12.3 s", "999 s", "1,000 s", "12,346 s")
