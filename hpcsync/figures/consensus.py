@@ -34,10 +34,11 @@ def draw(traces: list[Trace]) -> list[Drawing]:
         if is_log:
             shown = line.assign(mean=line["mean"].where(line["mean"] > 0), low=line["low"].clip(lower=bottom))
         always = "" if line["mean"].any() else ": always 0"
-        alone = {"marker": "."} if len(line) == 1 else {}  # a line of one point is not visible
-        plotting.draw_mean(axis, shown, look | alone, f"{name}{always}")
+        plotting.draw_mean(axis, shown, look, f"{name}{always}")
     if is_log:
         plotting.set_log_scale(axis, bottom)
+    else:
+        axis.set_ylim(-0.05, 1)
     axis.set(xlabel="time (s)", ylabel="consensus distance", xlim=(0, None))
     plotting.add_legend(figure, axis.get_legend_handles_labels()[0], plotting.about_band(groups))
     frame = pd.concat(lines).rename(columns=NAMES)

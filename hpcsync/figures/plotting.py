@@ -194,13 +194,14 @@ def draw_mean(axis: Axes, line: pd.DataFrame, look: dict[str, Any], label: str =
     line
         What `averaged` returns. The line is thin where some of the runs have ended.
     look
-        The style of the line; the edges of the band have its dashes.
+        The style of the line; the edges of the band have its dashes. A line of one point is a dot.
     label
         Name of the line in a legend; "" if it has none.
     steps
         ``pre``, ``mid`` or ``post``: where the value of a step function changes; None for a line.
     """
-    how = look | {"drawstyle": f"steps-{steps}" if steps else "default"}
+    alone = {"marker": "."} if len(line) == 1 else {}
+    how = look | alone | {"drawstyle": f"steps-{steps}" if steps else "default"}
     n_complete = int((line["runs"] == line["runs"].max()).sum())
     complete, rest = line.iloc[:n_complete], line.iloc[max(0, n_complete - 1) :]
     axis.plot(complete["x"], complete["mean"], label=label or "_", **how)

@@ -47,7 +47,8 @@ def draw(traces: list[Trace]) -> list[Drawing]:
         plotting.add_title(series, name)
         means = line.rename(columns=NAMES).assign(drawn="mean")
         frames.append(pd.concat([points, means, bars.assign(drawn="histogram")]).assign(trace=name))
-    axes[0, 0].set_ylim(bottom=max(axes[0, 0].get_ylim()[0], -0.8))  # ends of intervals may lie below 0
+    least, most = axes[0, 0].get_ylim()  # ends of intervals may lie below 0
+    axes[0, 0].set_ylim(max(least, -0.8), max(most, 1.5))
     axes[0, 0].yaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes[-1, 1].xaxis.set_major_formatter(plotting.percent)
     axes[-1, 1].xaxis.set_major_locator(MaxNLocator(2 if plotting.is_narrow() else 4))

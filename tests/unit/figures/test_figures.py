@@ -100,6 +100,24 @@ def test_staleness_counts_applied_pushes_only(tmp_path):
     assert means[["now_s", "staleness_updates"]].values.tolist() == [[2.125, 0.75]]
 
 
+def test_without_staleness_no_tick_lies_between_integers():
+    (drawing,) = figures.draw("staleness", [counted(*ROUNDS)])
+    axis = drawing.figure.axes[0]
+    least, most = axis.get_ylim()
+    ticks = [tick for tick in axis.get_yticks() if least <= tick <= most]
+    assert ticks == [0, 1]
+
+
+@pytest.mark.parametrize("name", ["staleness", "leads"])
+def test_a_line_of_one_point_is_a_dot(name):
+    def markers(trace):
+        (drawing,) = figures.draw(name, [trace])
+        return [line.get_marker() for line in drawing.figure.axes[0].lines if line.get_alpha() is None]
+
+    assert "." in markers(counted(*UNEVEN))
+    assert "." not in markers(counted("asp", (1.0, 2.5), 40))
+
+
 def test_wide_histograms_have_bins_of_whole_updates():
     bars = staleness.histogram([pd.Series([0, 1, 2, 3, 119])])[["staleness_updates", "bin_updates", "share"]]
     assert bars["bin_updates"].unique().tolist() == [2]
