@@ -45,6 +45,7 @@ CONTINUED: dict[str, dict[str, Any]] = {
     "EASGD": {"name": "easgd", "period": 4},
 }
 STALLED: dict[str, dict[str, Any]] = {**CONTINUED, "all-reduce": {"name": "allreduce"}}
+WITHOUT = {"failures": "failures and checkpoints", "stalls": "stalls"}  # the run to which others are compared
 LONGEST_S = 2000 * HOUR_S  # a run that restarts may take; failures come until then
 
 
@@ -193,18 +194,25 @@ def draw(frame: pd.DataFrame, folder: Path) -> None:
             for n, (method, rows) in enumerate(of_event.groupby("method", sort=False)):
                 costs = rows.groupby("per_hour")["cost"]
                 mean, look = costs.mean(), plotting.DASHES[n % len(plotting.DASHES)]
-                (line,) = axis.plot(mean.index, mean, label=method, linestyle=look, marker="osD^v"[n], ms=3)
-                axis.fill_between(mean.index, costs.min(), costs.max(), color=line.get_color(), alpha=0.15, lw=0)
+                words = str(method).replace("all resume, every", "checkpoints every")
+                own = {"color": colour(str(method)), "linestyle": look, "marker": "osD^v"[n], "ms": 3}
+                axis.plot(mean.index, mean, label=words, **own)
+                axis.fill_between(mean.index, costs.min(), costs.max(), color=own["color"], alpha=0.15, lw=0)
             axis.set(xlabel=f"{event} an hour, of {WORKERS} workers", xlim=(0, None), ylim=(0, top))
-            axis.set_ylabel(f"longer than without {event}")
+            axis.set_ylabel(f"longer than without\n{WITHOUT[event]}")
             axis.yaxis.set_major_formatter(plotting.percent)
             axis.legend(loc="center left", bbox_to_anchor=(1.02, 0.5))
         plotting.save(figure, frame.round(4), folder, "failures")
 
 
+def colour(method: str) -> str:
+    """Return the colour of a method's paradigm."""
+    return next(plotting.PARADIGM_COLOURS[table["name"]] for name, table in STALLED.items() if method.startswith(name))
+
+
 def table(frame: pd.DataFrame, event: str) -> Table:
     """Return the mean cost of each method."""
-    shown = Table(title=f"longer than without {event}", box=None)
+    shown = Table(title=f"longer than without {WITHOUT[event]}", box=None)
     shown.add_column(f"{event} an hour")
     for per_hour in FAILURES:
         shown.add_column(f"{per_hour:g}", justify="right")

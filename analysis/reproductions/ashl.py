@@ -611,12 +611,8 @@ def holds_from(varied: str, at: tuple[float, ...], unit: float) -> Of:
 # ---- figures ----
 
 COLOURS = {
-    "BSP": plotting.PARADIGM_COLOURS["bsp"],
-    "ASP": plotting.PARADIGM_COLOURS["asp"],
-    "SSP": plotting.PARADIGM_COLOURS["ssp"],
-    "local SGD": plotting.PARADIGM_COLOURS["local-sgd"],
-    "ADSP": "#000000",
-    "ASHL": "#CC79A7",
+    method: plotting.PARADIGM_COLOURS[method.lower().replace(" ", "-")]
+    for method in ("BSP", "ASP", "SSP", "local SGD", "ADSP", "ASHL")
 }
 CROSS = {"marker": "x", "ms": 4}
 
@@ -667,7 +663,7 @@ LINES = {  # of whose time is divided by whose
     ("ASHL", "ADSP"): ("ASHL / ADSP", {"color": "#000000"}),
     ("ASHL", "ADSP, fixed"): (f"ASHL / ADSP, {FIXED} commits a period", {"color": "#000000", "ls": plotting.DASHES[1]}),
     ("ASHL", "ADSP, top-k"): ("ASHL / ADSP with top-k", {"color": "#000000", "ls": plotting.DASHES[2]}),
-    (SHORT, "ADSP"): ("ASHL, profile of 2 pushes / ADSP", {"color": COLOURS["ASHL"]}),
+    (SHORT, "ADSP"): ("ASHL, profile of 2 pushes / ADSP", {"color": plotting.LINE_COLOURS[3]}),
 }
 
 

@@ -392,12 +392,8 @@ def envelope(method: str, task: str) -> Of:
 # ---- figures ----
 
 COLOURS = {
-    "BSP": plotting.PARADIGM_COLOURS["bsp"],
-    "ASP": plotting.PARADIGM_COLOURS["asp"],
-    "k-sync": "#009E73",
-    "k-batch-sync": "#009E73",
-    "k-async": "#CC79A7",
-    "k-batch-async": "#CC79A7",
+    method: plotting.PARADIGM_COLOURS[method.lower()]
+    for method in ("BSP", "ASP", "k-sync", "k-batch-sync", "k-async", "k-batch-async")
 }
 LOOKS = {"plain": {"marker": "o"}, "momentum": {"marker": "o", "markerfacecolor": "none"}}
 

@@ -97,25 +97,36 @@ def claims() -> list[Claim]:
     return found
 
 
-def draw(results: pd.DataFrame, runs: Path, folder: Path) -> None:
-    """Draw the accuracy against time, means over the seeds, for each link."""
-    figure, axes = plotting.panels(1, len(LINKS), height=3.0, sharey=True)
-    curves = []
-    for axis, (link, words) in zip(axes[0], WORDS.items(), strict=True):
-        for number, method in enumerate(METHODS):
+COLOURS = {method: plotting.PARADIGM_COLOURS[paradigm["name"]] for method, (paradigm, _) in METHODS.items()}
+
+
+def curves(results: pd.DataFrame, runs: Path) -> pd.DataFrame:
+    """Return the accuracy against time, means over the seeds, for each link."""
+    found = []
+    for link in LINKS:
+        for method in METHODS:
             seeds = results["seed"][(results["setting"] == link) & (results["paradigm"] == method)]
             folders = [runs / link / ARM / stem(method) / str(seed) for seed in seeds]
             each = [load(one / layout.TRACE).frame("evaluations") for one in folders]
             mean = pd.concat(each)[["now_s", "accuracy"]].groupby(level=0).mean()
-            axis.plot(mean["now_s"], mean["accuracy"], color=f"C{number}", ls=plotting.DASHES[number % 2], label=method)
-            curves.append(mean.assign(link=link, method=method))
+            found.append(mean.assign(link=link, method=method))
+    return pd.concat(found)
+
+
+def draw(means: pd.DataFrame, folder: Path) -> None:
+    """Draw what `curves` returns."""
+    figure, axes = plotting.panels(1, len(LINKS), height=3.0, sharey=True)
+    for axis, (link, words) in zip(axes[0], WORDS.items(), strict=True):
+        for number, (method, colour) in enumerate(COLOURS.items()):
+            mean = means[(means["link"] == link) & (means["method"] == method)]
+            axis.plot(mean["now_s"], mean["accuracy"], color=colour, ls=plotting.DASHES[number % 2], label=method)
         axis.set(xlabel="virtual time (s)", xscale="log", title=f"as on {words}")
         axis.xaxis.set_major_formatter("{x:g}")
         axis.yaxis.set_major_formatter(plotting.percent)
         axis.grid(lw=0.3)
     axes[0, 0].set_ylabel("accuracy on held-out images")
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=len(METHODS))
-    plotting.save(figure, pd.concat(curves).round(4), folder, "stanza-learning")
+    plotting.save(figure, means.round(4), folder, "stanza-learning")
 
 
 def reproduce(out: Path, seeds: int, processes: int, console: Console) -> pd.DataFrame:
@@ -147,6 +158,6 @@ def reproduce(out: Path, seeds: int, processes: int, console: Console) -> pd.Dat
         simulate_all(chosen, out / "runs", processes, console)
         results.append(pd.DataFrame([measure(out / "runs" / name) for name in chosen]))
     together = pd.concat(results, ignore_index=True)
-    draw(together, out / "runs", out)
+    draw(curves(together, out / "runs"), out)
     title = f"Stanza, learning, virtual time, {seeds} seeds: mean (95 % interval)"
     return conclude(claims(), together, out, console, title)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import failures
+from hpcsync.figures.plotting import PARADIGM_COLOURS
 
 ALLREDUCE, BACK_S = {"name": "allreduce"}, failures.BACK_S
 
@@ -65,3 +66,8 @@ def test_a_stall_is_one_iteration_that_takes_longer() -> None:
     assert len(stalled) > 200
     assert took_s - undisturbed_s == pytest.approx(len(stalled) * BACK_S, rel=0.05)
     assert failures.simulated_s({"name": "asp"}, 1, events) < undisturbed_s + (took_s - undisturbed_s) / 4
+
+
+def test_lines_have_the_colours_of_their_paradigms() -> None:
+    found = {method: failures.colour(method) for method in ("BSP, others continue", "SSP, s = 3", "all-reduce, all")}
+    assert [*found.values()] == [PARADIGM_COLOURS[name] for name in ("bsp", "ssp", "allreduce")]

@@ -12,8 +12,9 @@ from rich.console import Console
 from scipy import stats
 
 from hpcsync.config.job import Job
+from hpcsync.figures.plotting import PARADIGM_COLOURS
 from hpcsync.run_dir import layout
-from reproductions import dssp, dssp_map, dssp_map_real, tuning
+from reproductions import ashl, dssp, dssp_map, dssp_map_real, first_k, stanza_learning, tuning
 from reproductions.claims import (
     FAILS,
     HOLDS,
@@ -407,3 +408,17 @@ def test_a_run_with_other_times_in_the_same_file_is_simulated_again(tmp_path):
     for seconds, simulated in (("0.1\n", 1), ("0.1\n", 0), ("0.2\n", 1), ("0.2\n", 0)):
         write_changed(header + seconds, times)
         assert simulate_all({"run": job}, tmp_path, 1, console) == simulated
+
+
+@pytest.mark.parametrize(
+    ("colours", "paradigms"),
+    [
+        (ashl.COLOURS, {"SSP": "ssp", "local SGD": "local-sgd", "ADSP": "adsp", "ASHL": "ashl"}),
+        (first_k.COLOURS, {"k-sync": "k-sync", "k-batch-async": "k-batch-async"}),
+        (stanza_learning.COLOURS, {"server": "bsp", "ring": "allreduce", "Stanza": "stanza"}),
+    ],
+)
+def test_a_paradigm_has_its_colour_in_every_figure(colours, paradigms):
+    assert {method: colours[method] for method in paradigms} == {
+        method: PARADIGM_COLOURS[paradigm] for method, paradigm in paradigms.items()
+    }
