@@ -23,6 +23,7 @@ from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job, Script
 from hpcsync.planning.candidates import RATES, Candidate, candidates, kept
 from hpcsync.system.signals import Interrupted, interrupt, on_signals
+from hpcsync.system.standard_output import at_least_80_columns
 
 if TYPE_CHECKING:
     from hpcsync.report.advice import Trial
@@ -303,7 +304,7 @@ class _Adviser:
         if self._asked.as_json:
             print(json.dumps(found, indent=1))
         else:
-            console = Console(highlight=False, markup=False)
+            console = at_least_80_columns(Console(highlight=False, markup=False))
             console.print(reports.table(advice, factors))
             console.print()
             for line in lines:

@@ -12,6 +12,7 @@ from hpcsync.cli.finished_runs import Found
 from hpcsync.config import job as jobs
 from hpcsync.config.errors import JobError
 from hpcsync.system.signals import Interrupted, interrupt, on_signals
+from hpcsync.system.standard_output import at_least_80_columns
 
 if TYPE_CHECKING:
     from hpcsync.report.summary import Summary
@@ -72,7 +73,7 @@ def main(paths: Sequence[Path], asked: Asked) -> int:
         variants.compare({v.label: summaries(runs) for v, runs in found.items() if v.condition == condition}, condition)
         for condition in conditions
     ]
-    Console().print(variants.table(results))
+    at_least_80_columns(Console()).print(variants.table(results))
     for file, text in ((asked.csv, variants.to_csv), (asked.latex, variants.to_latex)):
         if file is not None:
             report.write_text(file, text(results))

@@ -13,6 +13,7 @@ from rich.console import Console
 from hpcsync.cli import grid
 from hpcsync.config.errors import JobError
 from hpcsync.system import garbage
+from hpcsync.system.standard_output import at_least_80_columns
 
 if TYPE_CHECKING:
     from hpcsync.report.explanation import Explanation, WhatIf
@@ -60,7 +61,7 @@ def main(path: Path, *, as_json: bool, simulated: bool, paradigms: Sequence[str]
     if as_json:
         print(json.dumps(_numbers(found, what_if, lines), indent=1, allow_nan=False))
     else:
-        Console(highlight=False).print(view(found, lines, what_if))
+        at_least_80_columns(Console(highlight=False)).print(view(found, lines, what_if))
     return 0
 
 

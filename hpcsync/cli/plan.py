@@ -19,6 +19,7 @@ from hpcsync.config.base import NotNegative, Positive, Table
 from hpcsync.config.errors import JobError, in_one_line, shown
 from hpcsync.planning.split_cost import Shape, Times
 from hpcsync.planning.stanza_planner import Link, Plan, SplitProfile, StanzaLayout, choose, faster, without_separation
+from hpcsync.system.standard_output import at_least_80_columns
 from hpcsync.training.split_profile import measured
 from hpcsync.workloads import torchvision_models
 from hpcsync.workloads.registry import cross_entropy
@@ -60,7 +61,7 @@ def stanza(asked: Asked) -> None:
         If an option is not allowed, or a file cannot be read or written.
     """
     _check(asked)
-    console = Console(highlight=False)
+    console = at_least_80_columns(Console(highlight=False))
     times, source = _times(asked, console)
     shape = torchvision_models.shape(asked.model)
     profile = SplitProfile(times, shape, asked.batch)

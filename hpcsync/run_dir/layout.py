@@ -18,6 +18,7 @@ from hpcsync.config.job import Job
 from hpcsync.run_dir import checkpoint, lock
 from hpcsync.run_dir.checkpoint import Resumed
 from hpcsync.system.atomic_files import aside, removing, whole
+from hpcsync.system.standard_output import at_least_80_columns
 
 if TYPE_CHECKING:
     import torch
@@ -258,5 +259,11 @@ def conclude(folder: Path, console: Console) -> None:
         summary = summarize(trace)
     with whole(folder / SUMMARY) as path:
         path.write_text(json.dumps(summary.as_dict(), indent=2) + "\n", encoding="utf-8")
-    console.print(table(summary))
-    console.print(f"trace: {folder / TRACE}", soft_wrap=True, markup=False)
+    at_least_80_columns(console).print(table(summary))
+    console.print(f"trace: {shown(folder) / TRACE}", soft_wrap=True, markup=False)
+
+
+def shown(folder: Path) -> Path:
+    """Return a folder relative to the current one if it is below it."""
+    here = Path.cwd()
+    return folder.relative_to(here) if folder.is_relative_to(here) else folder

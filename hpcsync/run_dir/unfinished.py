@@ -39,7 +39,7 @@ def close(folder: Path, status: str) -> str | None:
 
 def close_scripts(folders: Iterable[Path], status: str) -> None:
     """Do the same for the runs of a training script that have not finished, and print how each is resumed."""
-    for folder in map(shown, folders):
+    for folder in map(layout.shown, folders):
         if (folder / layout.SUMMARY).exists():
             continue
         close(folder, status)
@@ -49,10 +49,4 @@ def close_scripts(folders: Iterable[Path], status: str) -> None:
 
 def resumption(folder: Path, *, is_script: bool) -> str:
     """Return what resumes a run: an option of `hpcsync run`, or arguments in a training script."""
-    return f'connect(..., out="{shown(folder)}", resume=True)' if is_script else "--resume"
-
-
-def shown(folder: Path) -> Path:
-    """Return a folder relative to the current one if it is below it."""
-    here = Path.cwd()
-    return folder.relative_to(here) if folder.is_relative_to(here) else folder
+    return f'connect(..., out="{layout.shown(folder)}", resume=True)' if is_script else "--resume"

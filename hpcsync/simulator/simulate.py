@@ -30,6 +30,7 @@ from hpcsync.simulator.run import Simulation, Watch
 from hpcsync.simulator.server_run import ServerSimulation
 from hpcsync.system.atomic_files import NotWritten
 from hpcsync.system.signals import Interrupted, interrupt, on_signals
+from hpcsync.system.standard_output import at_least_80_columns
 from hpcsync.trace.provenance import provenance
 from hpcsync.trace.reader import load
 from hpcsync.trace.writer import TraceWriter
@@ -75,7 +76,7 @@ def simulate(job: Job, out: Path | None, console: Console, log: str | None = Non
     if status == 0 and job.cluster.times_from is not None:
         console.print()
         comparison = trace_pair.compare(load(job.cluster.times_from), load(folder / layout.TRACE))
-        console.print(trace_pair.table(comparison))
+        at_least_80_columns(console).print(trace_pair.table(comparison))
     return status
 
 

@@ -8,7 +8,10 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 READER_LEFT = 128 + signal.SIGPIPE  # exit status that shells give a program which SIGPIPE has ended
 
@@ -43,6 +46,12 @@ def open_closed() -> None:
             stream = open(os.devnull, mode, encoding="utf-8")
             os.set_inheritable(stream.fileno(), True)
             setattr(sys, name, stream)
+
+
+def at_least_80_columns(console: Console) -> Console:
+    """Return the console, widened for tables: a narrower terminal breaks their lines, and no number is cut off."""
+    console.width = max(console.width, 80)
+    return console
 
 
 @contextmanager

@@ -139,13 +139,21 @@ def test_at_the_end_there_is_a_summary_in_the_folder_and_on_the_terminal(tmp_pat
     layout.conclude(folder, Console(file=shown, width=80))
     assert json.loads((folder / "summary.json").read_text()) == summarize(load(folder / "trace.h5")).as_dict()
     assert "20 workers" in shown.getvalue()
-    assert shown.getvalue().endswith(f"trace: {folder / 'trace.h5'}\n")
+    assert shown.getvalue().endswith("\ntrace: run/trace.h5\n")
+
+
+def test_a_narrow_terminal_cuts_no_number_and_a_folder_below_the_current_one_is_shown_from_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shown = io.StringIO()
+    layout.conclude(write_trace(tmp_path / "run", 5), Console(file=shown, width=40))
+    assert "\u2026" not in shown.getvalue()
+    assert shown.getvalue().endswith("\ntrace: run/trace.h5\n")
 
 
 def test_the_name_of_the_folder_is_no_markup(tmp_path):
     shown = io.StringIO()
     layout.conclude(write_trace(tmp_path / "[lr=0.1]", 1), Console(file=shown, width=80))
-    assert shown.getvalue().endswith("/[lr=0.1]/trace.h5\n")
+    assert shown.getvalue().endswith("\ntrace: [lr=0.1]/trace.h5\n")
 
 
 def test_a_longer_run_takes_no_more_memory_at_its_end(tmp_path, monkeypatch):
