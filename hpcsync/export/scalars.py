@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,10 +22,17 @@ class Point(NamedTuple):
 
 
 class Reports:
-    """Points of the rows of a run, which come table by table at each flush."""
+    """Points of the rows of a run, which come table by table at each flush.
 
-    def __init__(self) -> None:
-        self._since_s = math.nan  # time of the last report
+    Parameters
+    ----------
+    takers
+        Workers that take batches (`Job.takers`); with separated layers the others train on the same samples.
+    """
+
+    def __init__(self, takers: Sequence[int]) -> None:
+        self._takers = takers
+        self._since_s, self._samples = math.nan, 0  # time of the last rate, and samples since then
         self._updates_s, self._versions = np.zeros(1), np.zeros(1, np.int64)
 
     def points(self, table: str, rows: Rows) -> Iterator[Point]:
@@ -45,16 +52,19 @@ class Reports:
         if math.isnan(self._since_s):
             self._since_s = float(rows["begin_s"].min())  # not 0 if the run was resumed
         now_s = max(self._since_s, float(rows["now_s"].max()))
-        samples, took_s = rows["batch_size"], now_s - self._since_s
-        self._since_s = now_s
+        samples = rows["batch_size"]
+        applied = rows["outcome"] == Outcome.APPLIED if has_servers else np.isin(rows["worker"], self._takers)
+        self._samples += int(samples[applied].sum())
+        scalars = {}
+        if now_s > self._since_s:
+            scalars["train/samples_per_s"] = self._samples / (now_s - self._since_s)
+            self._since_s, self._samples = now_s, 0
         has_loss = ~np.isnan(rows["loss"]) & (samples > 0)
-        scalars = {"train/samples_per_s": samples.sum() / took_s if took_s > 0 else np.nan}
         if has_loss.any():
             scalars["train/loss"] = np.average(rows["loss"][has_loss], weights=samples[has_loss])
         if not has_servers:
             at = int(np.searchsorted(self._updates_s, now_s, side="right")) - 1
             return Point(_known(scalars), int(self._versions[max(0, at)]), now_s)
-        applied = rows["outcome"] == Outcome.APPLIED
         if applied.any():
             scalars["train/staleness"] = rows["staleness"][applied].mean()
         return Point(_known(scalars), int((rows["version_read"] + rows["staleness"] + applied).max()), now_s)

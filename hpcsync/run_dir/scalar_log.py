@@ -35,7 +35,7 @@ class ScalarLog:
 
     def __init__(self, name: str, folder: Path, job: Job) -> None:
         self._name = name
-        self._reports = Reports()
+        self._reports = Reports(job.takers)
         self._points: queue.Queue[Point | None] = queue.Queue(WAITING)
         self._status = "failed"
         self._thread = threading.Thread(target=self._write_all, args=(folder, job), name="log", daemon=True)

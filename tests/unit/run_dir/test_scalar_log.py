@@ -31,7 +31,7 @@ def test_each_log_gets_all_points_and_the_end(
         log.add(table, rows)
     log.close("finished")
     log.close("failed")  # once is enough
-    expected = [point for table, rows in trace.tables.items() for point in Reports().points(table, rows)]
+    expected = [point for table, rows in trace.tables.items() for point in Reports(range(3)).points(table, rows)]
     given = [(key, value, update) for scalars, update, _ in fake.points for key, value in scalars.items()]
     assert given == [(key, value, point.update) for point in expected for key, value in point.scalars.items()]
     assert len(given) > 20 and fake.ended == [end] and fake.threads == {"log"}
