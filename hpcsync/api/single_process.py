@@ -68,6 +68,8 @@ class LocalSession(Session):
 
     def step(self, loss: torch.Tensor | float | None = None) -> bool:
         """Step with the script's optimizer; return False once the run is over."""
+        if self._is_left_over(self._iterations):
+            return False
         self._refuse_step()
         if len(self._optimizers) > 1:
             raise RuntimeError("step: the session has several optimizers; call the step of each of them instead")
@@ -80,7 +82,7 @@ class LocalSession(Session):
         self, optimizer: Any, own_step: Callable[[], Any], closure: Callable[[], Any] | None = None
     ) -> Any:
         """Make a step of the script: clip the gradient, and multiply the rates by the schedule's factor."""
-        if self._is_left_over(len(self._optimizers), under_way=self._iterations.under_way):
+        if self._is_left_over(self._iterations, len(self._optimizers)):
             return None
         self._refuse_step()
         loss = None
@@ -88,7 +90,8 @@ class LocalSession(Session):
             with torch.enable_grad():
                 loss = closure()
             self.record(loss)
-        if not self._iterations.under_way and len(self._optimizers) > 1:
+        again = len(self._optimizers) > 1 or (self._iterations.drew_ahead and self._checks.computed)
+        if not self._iterations.under_way and again:
             self._iterations.begin_again()
         self._iterations.end()
         self._check(optimizer)

@@ -71,6 +71,7 @@ class Iterations(Stateful):
     ) -> None:
         self.batch_size = 0
         self.in_loop = False  # whether the script has a batch
+        self.drew_ahead = False  # whether its loop may draw the next batch before each step
         self.computed_s = self.load_s = 0.0
         self._job = job
         self._worker = worker
@@ -166,7 +167,10 @@ class Iterations(Stateful):
                 self.in_loop = False
 
     def begin_again(self) -> None:
-        """Begin another iteration with the samples of the last one, such as the step of a second optimizer."""
+        """Begin another iteration with the samples of the last one, such as the step of a further optimizer.
+
+        Or the last step of a loop that draws its next batch before each step: its first iteration had two batches.
+        """
         self._begin(self._now())
 
     def _begin(self, begin_s: float) -> None:
@@ -233,6 +237,7 @@ class Iterations(Stateful):
         assert self._begin_s is not None
         begin_s, self._begin_s = self._begin_s, None
         self._used += self._drawn
+        self.drew_ahead = self.drew_ahead or self._drawn > 1
         self._drawn = 0
         end_s = self._now()
         if not self._in_parts:

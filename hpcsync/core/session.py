@@ -6,11 +6,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 
 from hpcsync.config.errors import JobError
+
+
+class Iterations(Protocol):
+    """What a session asks its batches about (`hpcsync.core.iterations`)."""
+
+    drew_ahead: bool
+
+    @property
+    def under_way(self) -> bool:
+        """True while an iteration has begun and not ended."""
 
 
 class WithoutBatch(JobError):
@@ -210,9 +220,12 @@ class Session(ABC):
         if self.stopped:
             raise RuntimeError("step was called after the end of the run: leave the loop when step returns False")
 
-    def _is_left_over(self, n_optimizers: int, *, under_way: bool) -> bool:
-        """Return whether a step is that of a further optimizer with the last batch, of which another ended the run."""
-        return self.stopped and n_optimizers > 1 and not under_way
+    def _is_left_over(self, iterations: Iterations, n_optimizers: int = 1) -> bool:
+        """Return whether a step comes after the end of the run, but is of a batch that was drawn before.
+
+        Its loop draws the next batch before each step, or another optimizer's step with that batch ended the run.
+        """
+        return self.stopped and not iterations.under_way and (n_optimizers > 1 or iterations.drew_ahead)
 
     def _leave(self, joins_s: float) -> bool:
         """Leave before the next batch; return True if the worker joins again at `joins_s`.

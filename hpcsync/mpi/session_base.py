@@ -226,7 +226,7 @@ class RankSession(Session):
         script, loss = self._script, None
         assert script is not None
         n = len(script.optimizers)
-        if self.worker is not None and self._is_left_over(n, under_way=self._iterations.under_way):
+        if self.worker is not None and self._is_left_over(self._iterations, n):
             return None
         optimizer: Any = script.optimizers[index]
         if closure is not None:
@@ -250,8 +250,10 @@ class RankSession(Session):
         return self._checks is not None and not self._checks.computed
 
     def _begin_again(self) -> None:
-        """Begin an iteration with the samples of the one before, if a further optimizer of the script steps."""
-        if not self._iterations.under_way and self._script is not None and len(self._script.optimizers) > 1:
+        """Begin the iteration of a step without a batch of its own, with the samples of the one before."""
+        if self._iterations.under_way or self._script is None:
+            return
+        if len(self._script.optimizers) > 1 or (self._iterations.drew_ahead and not self._is_unused()):
             self._iterations.begin_again()
 
     def _refuse_step(self) -> None:

@@ -311,11 +311,11 @@ class WorkerSession(LinkedSession):
     def _step(self, loss: torch.Tensor | float | None) -> None:
         """Use the gradient, and push if a push is due."""
         self._refuse_step()
+        self._begin_again()
         mean_loss = self._look_at_step(loss, complete=self._computed == 1.0)
         if self._skips:
             self.flat.gradient.zero_()
         cuda.ready(self.flat.gradient)  # the computation ends here
-        self._begin_again()
         begin_s, end_s = self._iterations.end(self._computed)
         self._engine.cancelled()  # receive pending cancellations even if the script never asks
         n_samples = self._iterations.batch_size

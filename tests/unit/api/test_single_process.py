@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hpcsync
+from hpcsync.config.errors import JobError
 
 DATA = TensorDataset(torch.linspace(-1, 1, 96).view(24, 4), torch.linspace(0, 1, 24).view(24, 1))
 
@@ -57,3 +58,24 @@ def test_optimizers_step_one_after_the_other_with_one_gradient_and_the_run_may_e
                 optimizer.step()
             seen += 1
     assert seen == 2
+
+
+@pytest.mark.parametrize("stop", [{}, {"updates": 4}])
+def test_a_loop_may_draw_its_next_batch_before_each_step(stop):
+    model = nn.Linear(4, 1)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with hpcsync.connect(model, sgd, stop=stop) as sync:
+        batches = iter(sync.shard(DataLoader(DATA, 4)))
+        batch, steps = next(batches), []
+        while batch is not None:
+            following = next(batches, None)
+            sgd.zero_grad()
+            nn.functional.mse_loss(model(batch[0]), batch[1]).backward()
+            before = model.weight.detach().clone()
+            sgd.step()
+            steps.append(not torch.equal(model.weight, before))
+            batch = following
+        if not stop:
+            with pytest.raises(JobError, match="step was called without a batch"):
+                sgd.step()  # control: nor has a gradient been computed
+    assert steps == ([True] * 4 + [False] if stop else [True] * 6)

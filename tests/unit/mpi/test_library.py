@@ -139,6 +139,28 @@ def test_a_session_is_refused_outside_of_its_block_and_a_step_without_a_batch(co
             sync.step(0.0)
 
 
+@pytest.mark.parametrize("stop", [{}, {"samples": 100}])
+@pytest.mark.parametrize("paradigm", ["bsp", "asp", "allreduce"])
+def test_a_loop_may_draw_its_next_batch_before_each_step(comm, folder, paradigm, stop):
+    model, data = problem()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    n_steps = 0
+    with hpcsync.connect(model, optimizer, paradigm, stop=stop, out=folder / "run", comm=comm) as sync:
+        batches = iter(sync.shard(data, batch_size=8))
+        batch = next(batches, None)
+        while batch is not None:
+            following = next(batches, None)
+            optimizer.zero_grad()
+            loss = torch.nn.functional.mse_loss(model(batch[0]), batch[1])
+            loss.backward()
+            n_steps += sync.step(loss) or not stop
+            batch = following
+    n_steps = sum(comm.allgather(n_steps))
+    assert n_steps < 32 if stop else n_steps == 32
+    if comm.rank == 0 and comm.size > 1:
+        assert [found for found in audit(folder / "run" / "trace.h5") if not found.passed] == []
+
+
 def test_afterwards_model_and_optimizer_are_the_scripts_again(comm, folder):
     model, data = problem()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
