@@ -372,10 +372,10 @@ class _CommitAccount:
         return reward == -math.inf and first > then and target <= d + SAME * abs(d)
 
     def counts(self) -> Check:
-        """Report the largest difference of commits between workers; its bound depends on the step times."""
+        """Report the largest difference of commits between workers; no bound follows from the rows."""
         n = self.recount.n_workers
         detail = f"largest difference at a check: {self.apart}"
-        return Check("difference of commits between workers", True, n, detail)
+        return Check("report, not a check: difference of commits between workers", True, n, detail)
 
 
 class _EvaluatedAccount(_CommitAccount):
