@@ -32,7 +32,7 @@ from hpcsync.run_dir.checkpoint import Checkpoints
 from hpcsync.state import StateError, restore_arrays
 from hpcsync.system import launch_output, launcher
 from hpcsync.system.atomic_files import NotWritten
-from hpcsync.system.signals import TO_BE_RESUMED, Terminated, left_to_rank_0
+from hpcsync.system.signals import TO_BE_RESUMED, Terminated, left_to_rank_0, told_to_end
 from hpcsync.training import rng_state
 from hpcsync.training.buffers import Buffers, Calibrate
 from hpcsync.training.flat_model import FlatModel
@@ -46,7 +46,8 @@ FAREWELL_S = 3.0  # time that a failed rank gives rank 0 to close the trace befo
 
 def end_all(comm: MPI.Intracomm, error: BaseException) -> None:
     """End every rank of a run that cannot be finished; the exit status tells if the run can be resumed."""
-    status = TO_BE_RESUMED if isinstance(error, Terminated) else 1
+    told = isinstance(error, Terminated) or (isinstance(error, RankFailed) and told_to_end())
+    status = TO_BE_RESUMED if told else 1
     if tolerable():  # with ULFM an abort ends no other rank, but the others detect ranks that are killed
         if isinstance(error, RankFailed) and comm.rank > 0:
             os._exit(status)  # the others already know, and one rank must return the status to the launcher

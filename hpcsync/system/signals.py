@@ -113,6 +113,11 @@ def left_to_rank_0(*, starting: bool = False) -> Callable[[], None]:
     return undo
 
 
+def told_to_end() -> bool:
+    """Return True if this rank has noted a SIGTERM, which it leaves to rank 0."""
+    return signal.SIGTERM in _came
+
+
 def _parent() -> str:
     """Return the name of the process that has started this one."""
     with suppress(OSError):

@@ -20,6 +20,7 @@ import pytest
 from hpcsync.audit.trace_audit import audit
 from hpcsync.paradigms.ad_psgd import is_active
 from hpcsync.system import launcher
+from hpcsync.system.signals import TO_BE_RESUMED
 from hpcsync.trace.reader import Trace, load
 from hpcsync.trace.schema import Change
 from tests.runs.processes import Program, ended, hpcsync, mpiexec, started
@@ -98,6 +99,19 @@ def faulty_shrink(said: str) -> bool:
     """
     faults = said.split("Signal: Segmentation fault")[1:]
     return any("ompi_comm_shrink_internal" in fault.partition("End of error message")[0] for fault in faults)
+
+
+@needs_tolerance
+def test_sigterm_to_all_ranks_ends_the_run_as_to_be_resumed(tmp_path: Path) -> None:
+    """Rank 0 handles it and is then dead to the others, one of which returns the status."""
+    folder = write_job(tmp_path / "told", "bsp")
+    options = ["--set", "stop.seconds=60", "--out", folder / "out"]
+    with started(hpcsync("run", folder / "job.toml", *options)) as program:
+        program.wait_for(lambda said: " samples/s" in said.out)
+        for rank in [program.rank(rank) for rank in (3, 2, 1, 0)]:
+            rank.send_signal(signal.SIGTERM)
+        assert program.status == TO_BE_RESUMED, program.err
+    assert load(folder / "out" / "trace.h5").status == "interrupted"
 
 
 class Deadly(NamedTuple):
