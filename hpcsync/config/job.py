@@ -29,7 +29,7 @@ from hpcsync.config.errors import JobError, in_one_line, shown
 from hpcsync.config.optimizer import Optimizer, Schedule
 from hpcsync.config.paradigms import ParadigmTable, options_suit
 from hpcsync.config.predicted import Prediction
-from hpcsync.config.workloads import WORKLOADS, Cifar, Script, Timing, WorkloadOptions
+from hpcsync.config.workloads import WORKLOADS, Cifar, Linear, Script, Timing, WorkloadOptions
 from hpcsync.paradigms import OPTIONS, ParadigmOptions
 from hpcsync.planning.layer_groups import Groups
 
@@ -406,6 +406,11 @@ def load(path: str | Path, overrides: Sequence[str] = (), ranks: int | None = No
     table = _table(Path(path), overrides, ranks)
     job = _of_file(path, table)
     refuse_unused(job, table)
+    if isinstance(job.workload, Linear) and job.stop.target_accuracy is not None:
+        raise JobError(
+            f'stop.target_accuracy = {job.stop.target_accuracy}: must be omitted with workload.name = "linear", which '
+            "has no accuracy; stop.target_loss is a target for its loss"
+        )
     return job
 
 

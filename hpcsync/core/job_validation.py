@@ -13,7 +13,7 @@ import torch
 from hpcsync.config import torch_optimizers
 from hpcsync.config.errors import JobError, shown
 from hpcsync.config.job import Job, Script, refuse_unevaluated
-from hpcsync.config.workloads import Linear, Timing
+from hpcsync.config.workloads import Timing
 from hpcsync.paradigms.stanza import StanzaOptions
 from hpcsync.training import compressor
 from hpcsync.training.flat_model import flat_dtype, trainable
@@ -100,11 +100,6 @@ def check(job: Job) -> Workload:
                 check_cut(workload.model, halves, workload.loss, some)
     if workload.evaluate is None:
         refuse_unevaluated(job, f"{name} must be one that can be evaluated")
-    if isinstance(job.workload, Linear) and job.stop.target_accuracy is not None:
-        raise JobError(
-            f"stop.target_accuracy = {job.stop.target_accuracy}: must be omitted with {name}, which has no accuracy; "
-            "stop.target_loss is a target for its loss"
-        )
     return workload
 
 

@@ -70,7 +70,7 @@ def recompute(trace: Trace, say: Callable[[str], None] = lambda line: None) -> l
     JobError
         If the workload cannot be built here.
     """
-    job = trace.job
+    job = recorded_job(trace)
     check_determined(trace)
     torch.set_num_threads(1)
     workload = check(job)
@@ -93,6 +93,14 @@ def recompute(trace: Trace, say: Callable[[str], None] = lambda line: None) -> l
     if trace.finished and weights.is_file():
         checks.append(compared_weights(workload, weights))
     return checks
+
+
+def recorded_job(trace: Trace) -> Job:
+    """Return the job of a trace, without a target accuracy if no evaluation has one: now such a job is refused."""
+    job, evaluations = trace.job, trace.tables["evaluations"]
+    if job.stop.target_accuracy is None or np.isfinite(evaluations["accuracy"]).any():
+        return job
+    return job.model_copy(update={"stop": job.stop.model_copy(update={"target_accuracy": None})})
 
 
 def check_determined(trace: Trace) -> None:

@@ -11,7 +11,7 @@ from hpcsync.core.coordinator import Recorder
 from hpcsync.core.job_validation import check
 from hpcsync.core.stanza_resolution import resolved
 from hpcsync.run_dir import layout
-from hpcsync.simulator.recompute import SAME, compared_weights
+from hpcsync.simulator.recompute import SAME, compared_weights, recorded_job
 from hpcsync.simulator.simulate import prepare
 from hpcsync.trace.reader import Trace
 from hpcsync.trace.schema import ADDED, TABLES, Rows, decisions_dtype
@@ -45,8 +45,9 @@ def simulated_again(trace: Trace) -> list[Check]:
         If the job cannot be simulated here.
     """
     torch.set_num_threads(1)
-    workload = check(trace.job)
-    job, rows = resolved(trace.job, workload), _Rows()
+    given = recorded_job(trace)
+    workload = check(given)
+    job, rows = resolved(given, workload), _Rows()
     prepare(job, workload)(rows, lambda now_s, coordinator: None).run()
     dtypes = {**TABLES, "decisions": decisions_dtype(decision_fields(job))}
     n_rows, n_differ, wrong = 0, 0, ""

@@ -327,6 +327,12 @@ def test_a_setting_that_would_be_ignored_is_refused_and_dropped_by_an_override(
     assert error(path, override, key).startswith(message.partition(" with ")[0]), "one that an override gives stays"
 
 
+def test_a_target_accuracy_is_refused_where_there_is_none(path: Path) -> None:
+    message = 'stop.target_accuracy = 0.5: must be omitted with workload.name = "linear", which has no accuracy; '
+    assert error(path, "workload.name=linear", "stop.target_accuracy=0.5").startswith(message)
+    assert load(path, ["stop.target_accuracy=0.5"]).stop.target_accuracy == 0.5
+
+
 def test_without_servers_all_ranks_are_workers(path: Path) -> None:
     allreduce = 'paradigm={name="allreduce"}'
     assert load(path, [allreduce]).cluster.servers == 0

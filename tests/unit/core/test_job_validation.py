@@ -141,11 +141,6 @@ def test_options_of_another_kind_than_torch_s_are_told_with_what_is_allowed(name
             'stop.target_loss = 0.5: workload.name = "timing" must be one that can be evaluated',
         ),
         (
-            {"workload": LINEAR, "stop": {"target_accuracy": 0.5}},
-            'stop.target_accuracy = 0.5: must be omitted with workload.name = "linear", which has no accuracy; '
-            "stop.target_loss is a target for its loss",
-        ),
-        (
             {
                 "workload": {"name": "mine:normalised", "batch_size": 4, "options": {"evaluate": False}},
                 "paradigm": {"name": "adsp", "loss": "evaluation"},

@@ -97,6 +97,17 @@ def test_however_the_run_is_set(tmp_path: Path, tables: dict[str, Any]) -> None:
     assert found(trained(tmp_path, job({"name": "ssp", "staleness": 1}, **tables))) == ALL_BITS
 
 
+@pytest.mark.parametrize("paradigm", [{"name": "ssp", "staleness": 1}, {"name": "allreduce"}], ids=str)
+def test_a_trace_whose_target_no_evaluation_could_reach(tmp_path: Path, paradigm: dict[str, Any]) -> None:
+    """Such runs, of a workload without an accuracy, were made before they were refused."""
+    trace = trained(tmp_path, job(paradigm))
+    began = job(paradigm, stop={"samples": 800, "target_accuracy": 0.9})
+    trace = dataclasses.replace(trace, attributes={**trace.attributes, "job": began.to_toml()})
+    assert trace.job.stop.target_accuracy == 0.9
+    assert found(trace) == ALL_BITS
+    assert all(check.passed for check in simulated_again(trace))
+
+
 def test_a_worker_that_leaves(tmp_path: Path) -> None:
     events = [{"change": "leave", "worker": 1, "at_s": 9.0}]
     compute = {"model": "constant", "seconds": [1.0, 1.3, 2.1]}
