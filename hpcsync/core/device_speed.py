@@ -84,7 +84,7 @@ class Device(Stateful):
         """Let the worker take part again."""
         self._joins_s = None
 
-    def seconds(self, begin_s: float, load: float = 1.0) -> float:
+    def seconds(self, begin_s: float, load: float = 1.0, pieces: int = 1) -> float:
         """Return the duration of the next iteration.
 
         Parameters
@@ -93,6 +93,8 @@ class Device(Stateful):
             Time at which it begins, not before the end of the previous one.
         load
             Its samples over the job's batch size.
+        pieces
+            Pieces in which they are computed; each takes the time that does not depend on the number of samples.
 
         Notes
         -----
@@ -103,7 +105,7 @@ class Device(Stateful):
             self._change_speed(begin_s)
         self._iteration += 1
         left_s = 0.0 if self._times is None else next(self._times)  # remaining, in seconds of a device that is not slow
-        left_s *= self._fixed_share + (1.0 - self._fixed_share) * load  # exactly 1 for a load of 1
+        left_s *= pieces * self._fixed_share + (1.0 - self._fixed_share) * load  # exactly 1 for a whole load of 1
         since_s, factor = begin_s, self._factor
         for change_s, _, changed in self._by_time:  # not removed: a cancelled iteration may end before them
             if change_s >= since_s + left_s * factor:

@@ -159,7 +159,7 @@ class Iterations(Stateful):
             self._drawn += 1
             self.load_s += loaded_s - begin_s
             unit = unit or n_samples
-            self._device_s += self._device.seconds(loaded_s, n_samples / unit)
+            self._device_s += self._device.seconds(loaded_s, n_samples / unit, self._job.paradigm.layer_pieces)
             self.in_loop = True
             try:
                 yield batch

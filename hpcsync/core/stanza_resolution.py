@@ -129,7 +129,7 @@ def _times(job: Job, paradigm: StanzaOptions, workload: Workload, model: Divided
         for seconds in islice(iteration_seconds(compute, job.seed, worker, n_workers), ITERATIONS)
     )
     forward, backward, above = (share * batch_s for share in paradigm.shares)
-    return Times(forward, backward, above, compute.fixed_share * above)
+    return Times(forward, backward, above, compute.fixed_share * above, compute.fixed_share)
 
 
 def _link(job: Job) -> Link:

@@ -359,6 +359,11 @@ class ParadigmOptions:
         """Return the groups of workers that train different layers; None if all train the whole model."""
         return None
 
+    @property
+    def layer_pieces(self) -> int:
+        """Number of pieces in which separated layers compute a batch; 1 without."""
+        return 1
+
     def work_share(self, worker: int, n_workers: int) -> float:
         """Return the worker's share of the computation of a whole iteration."""
         return 1.0

@@ -100,6 +100,11 @@ class StanzaOptions(ParadigmOptions):
         assert self.fc_workers != "auto"
         return Groups(n_workers, self.fc_workers)
 
+    @property
+    def layer_pieces(self) -> int:
+        """Number of pieces in which separated layers compute a batch."""
+        return self.micro_batches
+
     def work_share(self, worker: int, n_workers: int) -> float:
         """Return the worker's share of the computation of a whole iteration."""
         forward, backward, above = self.shares

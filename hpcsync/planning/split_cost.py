@@ -77,20 +77,27 @@ class Times(NamedTuple):
         Forward and backward pass above the cut.
     fc_fixed_s
         Part of `fc_s` that is the same for any number of samples.
+    conv_fixed_share
+        Share of the times below the cut that is the same for any number of samples.
     """
 
     conv_forward_s: float
     conv_backward_s: float
     fc_s: float
     fc_fixed_s: float = 0.0
+    conv_fixed_share: float = 0.0
 
     @property
     def batch_s(self) -> float:
         """Seconds of a batch in the whole model on one node."""
         return self.conv_forward_s + self.conv_backward_s + self.fc_s
 
-    def above_s(self, n_batches: int) -> float:
-        """Return the seconds of `n_batches` batches together above the cut."""
+    def below_s(self, batch_s: float, pieces: int) -> float:
+        """Return the seconds of one of equal pieces of a batch, whose pass below the cut takes `batch_s` as a whole."""
+        return batch_s * (self.conv_fixed_share + (1.0 - self.conv_fixed_share) / pieces)
+
+    def above_s(self, n_batches: float) -> float:
+        """Return the seconds of `n_batches` batches together, or of a part of one, above the cut."""
         return self.fc_fixed_s + n_batches * (self.fc_s - self.fc_fixed_s) if n_batches else 0.0
 
     @classmethod

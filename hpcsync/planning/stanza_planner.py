@@ -19,6 +19,7 @@ batch passes through five stages, in M equal pieces that are pipelined::
 
     c  forward below     u  m b (a s + l) / (M W)     f  above, m batches     d  m b a s / (M W)     g  backward below
 
+The part of a computation's time that does not depend on the number of samples is spent for every piece.
 u and d are the times of an FC worker's link, shared by the activations, and their gradients, of all convolution workers
 that it serves. A convolution worker makes all its forward passes before its first backward pass. The first piece has
 passed the layers above the cut at A, and is back at B; the last one at A' and B'; the chain ends at C, the iteration at
@@ -208,9 +209,9 @@ def ring_s(link: Link, n_workers: int, n_bytes: int) -> float:
 
 def stanza_s(profile: SplitProfile, link: Link, groups: Groups, micro_batches: int = 1) -> float:
     """Return the seconds of an iteration of Stanza with batches in `micro_batches` pieces."""
-    m, pieces = most_served(groups), micro_batches
-    forward, backward = profile.times.conv_forward_s / pieces, profile.times.conv_backward_s / pieces
-    above = profile.times.above_s(m) / pieces
+    m, pieces, times = most_served(groups), micro_batches, profile.times
+    forward, backward = (times.below_s(whole_s, pieces) for whole_s in (times.conv_forward_s, times.conv_backward_s))
+    above = times.above_s(m / pieces)
     down = m * profile.cut_bytes / pieces / link.bandwidth
     up = down + m * profile.batch * profile.shape.label_bytes / pieces / link.bandwidth
     first_above = forward + link.latency_s + up + above

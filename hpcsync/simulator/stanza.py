@@ -144,7 +144,8 @@ class StanzaSimulation(PeerSimulation):
     def _draw_duration(self, worker: int) -> None:
         """Draw the duration of the worker's computation, which begins now."""
         state = self._workers[worker]
-        self._pieces[worker].device_s = state.device.seconds(self._loop.now_s, state.n_samples / self._batch_size)
+        load = state.n_samples / self._batch_size
+        self._pieces[worker].device_s = state.device.seconds(self._loop.now_s, load, self._n_pieces)
 
     def _forward(self, worker: int, piece: int) -> None:
         """Compute the forward pass of a piece, counted from 1, on a convolution worker."""

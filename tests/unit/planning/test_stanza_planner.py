@@ -110,10 +110,12 @@ def pipeline_s(profile, links, groups, pieces=1, stages=("forward", "up", "above
     """Return the time found piece by piece, on the node that serves the most."""
     m = -(-groups.n_convolution // groups.n_fc)
     wire_s = m * profile.batch * profile.shape.activations * profile.shape.itemsize / pieces / links.bandwidth
+    fixed = profile.times.conv_fixed_share
+    one = fixed + (1 - fixed) / pieces  # of a batch's time
     takes_s = {
-        "forward": profile.times.conv_forward_s / pieces,
+        "forward": profile.times.conv_forward_s * one,
         "up": wire_s + m * profile.batch * profile.shape.label_bytes / pieces / links.bandwidth,
-        "above": (profile.times.fc_fixed_s + m * (profile.times.fc_s - profile.times.fc_fixed_s)) / pieces,
+        "above": profile.times.fc_fixed_s + m * (profile.times.fc_s - profile.times.fc_fixed_s) / pieces,
         "down": wire_s,
     }
     free_s = dict.fromkeys(takes_s, 0.0)  # end of the previous piece in each stage
@@ -126,7 +128,7 @@ def pipeline_s(profile, links, groups, pieces=1, stages=("forward", "up", "above
         arrived_s.append(at_s)
     now_s = free_s["forward"]
     for at_s in arrived_s:
-        now_s = max(now_s, at_s) + profile.times.conv_backward_s / pieces
+        now_s = max(now_s, at_s) + profile.times.conv_backward_s * one
     rings_s = [
         sum(links.latency_s + n_bytes / n / links.bandwidth for _ in range(2 * (n - 1)))
         for n, n_bytes in ((groups.n_convolution, profile.shape.conv_bytes), (groups.n_fc, profile.shape.fc_bytes))
@@ -140,7 +142,7 @@ seconds = st.floats(1e-4, 10.0)
 @st.composite
 def profiles(draw):
     fc_s = draw(seconds)
-    times = Times(draw(seconds), draw(seconds), fc_s, draw(st.floats(0, 1)) * fc_s)
+    times = Times(draw(seconds), draw(seconds), fc_s, draw(st.floats(0, 1)) * fc_s, draw(st.floats(0, 1)))
     sizes = draw(st.tuples(st.integers(1, 10**8), st.integers(1, 10**8), st.integers(1, 10**5)))
     return SplitProfile(times, Shape(*sizes), draw(st.integers(1, 512)))
 

@@ -34,20 +34,26 @@ from tests.unit.simulator.separated import (
 # ---- durations ----
 
 
+@pytest.mark.parametrize("fixed", [0.0, 0.4])
 @pytest.mark.parametrize("pieces", [1, 2, 8])
 @pytest.mark.parametrize("seconds", [0.01, 0.3], ids=["transfers take longer", "computing takes longer"])
 @pytest.mark.parametrize(("n_convolution", "n_fc"), [(1, 1), (3, 1), (4, 2)])
-def test_an_iteration_takes_the_sum_of_its_parts(n_convolution, n_fc, seconds, pieces):
+def test_an_iteration_takes_the_sum_of_its_parts(n_convolution, n_fc, seconds, pieces, fixed):
     """With few weights above the cut, so that their all-reduce is negligible."""
     below = 4 * 2_999_999
+    compute = {"model": "constant", "seconds": seconds, "fixed_share": fixed}
     job = separated(
-        n_convolution, n_fc, pieces=pieces, seconds=seconds, cluster={"network": NETWORK},
+        n_convolution, n_fc, pieces=pieces, cluster={"network": NETWORK, "compute": compute},
         workload={**TIMING, "classifier": 1},
     )  # fmt: skip
     n_served = n_convolution // n_fc
-    convolution_s, fc_s = (1 - FC_SHARE) * seconds, FC_SHARE * seconds * n_served
-    parts = convolution_s / 3, convolution_s * 2 / 3, FC_SHARE * seconds
-    profile = stanza_planner.SplitProfile(Times(*parts), Shape(below // 4, 1, 50_000), 8)
+    parts = (1 - FC_SHARE) * seconds / 3, (1 - FC_SHARE) * seconds * 2 / 3, FC_SHARE * seconds
+    times = Times(*parts, fixed * FC_SHARE * seconds, fixed)
+    convolution_s, fc_s = (
+        share * seconds * (pieces * fixed + (1 - fixed) * load)
+        for share, load in ((1 - FC_SHARE, 1), (FC_SHARE, n_served))
+    )
+    profile = stanza_planner.SplitProfile(times, Shape(below // 4, 1, 50_000), 8)
     ring_s = ring_allreduce_s(n_convolution, below, LATENCY_S, GBIT)
     links = stanza_planner.Link(GBIT, LATENCY_S)
     done_s = stanza_planner.stanza_s(profile, links, job.groups, micro_batches=pieces) - ring_s
