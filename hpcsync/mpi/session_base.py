@@ -278,7 +278,8 @@ class RankSession(Session):
             found = self._problem_of(mean_loss)
             if self._checks is not None:
                 stepping = 0 if self._script is None else self._script.stepping or 0
-                found = self._checks.problem(losses, self.flat.gradient, stepping)
+                without_loss = self._job.paradigm.separates_layers and self.worker in self._job.takers
+                found = self._checks.problem([] if without_loss else losses, self.flat.gradient, stepping)
             self._problem = max(self._problem, Problem.SKIPPED if self._skips else found)
             self._all_skipped = self._all_skipped and self._skips
         return mean_loss
