@@ -357,6 +357,7 @@ def source(
         part = Part(part.seed, 0, 1)
     if not isinstance(data, DataLoader) and _has_indices(data):
         assert batch_size is not None
+        _refuse_too_large(batch_size, len(data), at_once=at_once)
         return Ordered(len(data), batch_size, part, partial(_fetched, data), lambda: fetch(data, np.zeros(1, np.int64)))
     if not isinstance(data, DataLoader) and batch_size is not None:
         data = DataLoader(data if isinstance(data, IterableDataset) else _Wrapped(data), batch_size)
@@ -375,6 +376,7 @@ def source(
         return Read(partial(_read, loader, part.seed, alike), part, _batch_size(data), sharded=sharded)
     if not _is_default(data):
         return Drawn(data.sampler if batches is None else batches, part, loader.load, _batch_size(data))
+    _refuse_too_large(data.batch_size or 1, len(data.dataset), at_once=at_once)
     return Ordered(
         len(data.dataset),
         data.batch_size or 1,
@@ -384,6 +386,15 @@ def source(
         shuffled=type(data.sampler) is RandomSampler,
         drops_last=data.drop_last,
     )
+
+
+def _refuse_too_large(batch_size: int, size: int, *, at_once: bool) -> None:
+    """Raise JobError if there is no whole batch, unless the sizes of batches are allocated."""
+    if not at_once and not 1 <= batch_size <= size:
+        raise JobError(
+            f"shard: batch_size = {batch_size}: must be 1 to {size}, the samples of the data set: "
+            "whole batches are used"
+        )
 
 
 def _has_indices(data: Any) -> bool:

@@ -135,7 +135,7 @@ def test_a_worker_without_a_batch_in_endless_epochs_is_an_error_and_no_endless_l
 
 
 def test_a_small_data_set_is_an_error_and_not_an_empty_loader():
-    with pytest.raises(ValueError, match="batch_size = 23: must be 1 to 22"):
+    with pytest.raises(JobError, match="batch_size = 23: must be 1 to 22"):
         list(make_iterations().shard(DATA, 23, 1, never))
 
 

@@ -337,6 +337,8 @@ def test_workers_that_do_not_end_together_are_said(data, given, said):
         (Data(), None, "batch_size: must be given with a data set"),
         (Stream(), None, "batch_size: must be given with a data set"),
         (3, 4, "a int is no data"),
+        (Data(), 999, "batch_size = 999: must be 1 to [0-9]+, the samples of the data set: whole batches are used"),
+        (DataLoader(Data(), 999, shuffle=True), None, "batch_size = 999: must be 1 to [0-9]+, the samples"),
     ],
 )
 def test_what_cannot_be_used_is_refused_in_one_line(data, batch_size, message):
