@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator
 from rich.console import Console
 from scipy import stats
@@ -274,13 +275,17 @@ def draw(runs: pd.DataFrame, folder: Path) -> None:
             ticks.set_major_formatter("{x:,.0f}")
             ticks.set_minor_formatter("")
         axis.grid(lw=0.3)
-    for method, colour in COLOURS.items():
-        axes[0, 0].plot([], [], "s", color=colour, ms=4, label=method)
-    for (workers, batch), mark in marks.items():
-        axes[0, 0].plot([], [], mark, color="0.3", ms=4, fillstyle="none", label=f"{workers} workers, batch {batch}")
+    methods = [Line2D([], [], ls="", marker="s", color=colour, ms=4, label=name) for name, colour in COLOURS.items()]
+    hollow: Any = {"ls": "", "color": "0.3", "ms": 4, "fillstyle": "none"}
+    settings = [
+        Line2D([], [], marker=mark, **hollow, label=f"{workers} workers, batch {batch}")
+        for (workers, batch), mark in marks.items()
+    ]
+    rows_of_legend = itertools.zip_longest(methods, settings)  # which is filled column by column
+    handles = [handle for column in rows_of_legend for handle in column if handle is not None]
     figure.supxlabel("measured gradients to 95 % accuracy", fontsize=8)
     figure.supylabel("predicted", fontsize=8)
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=5, handlelength=1)
+    figure.legend(handles=handles, loc="outside upper center", ncols=len(methods), handlelength=1)
     plotting.save(figure, runs, folder, "law")
 
 

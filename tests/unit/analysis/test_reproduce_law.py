@@ -1,5 +1,7 @@
 """The law of gradients to a target: its parts on numbers made by hand, and the whole on one small setting."""
 
+import itertools
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -102,3 +104,18 @@ def test_one_setting_is_measured_and_nothing_is_simulated_twice(tmp_path, monkey
     made_at = {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/**/summary.json")}
     law.reproduce(tmp_path, 1, 1, quiet, samples=12_000, of=[setting])
     assert made_at == {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/**/summary.json")}
+
+
+def test_the_legend_has_a_row_of_methods_and_one_of_settings(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(law.plotting, "save", lambda figure, *_: figures.append(figure))
+    settings = itertools.product((4, 8), (8, 32))
+    rows = [
+        {"workers": n, "batch": batch, "momentum": 0.0, "method": method, "gradients": 100.0 + n, "law": 90.0 + batch}
+        for n, batch in settings
+        for method in law.COLOURS
+    ]
+    law.draw(pd.DataFrame(rows), tmp_path)
+    names = [text.get_text() for text in figures[0].legends[0].get_texts()]
+    assert names[::2] == [*law.COLOURS], "the legend is filled column by column"
+    assert all("workers, batch" in name for name in names[1::2])
