@@ -291,7 +291,8 @@ def histograms(runs: Mapping[str, Sequence[RunData]], what: str) -> Figure | Non
         if label in counted:
             bound = runs[label][0].job.paradigm.lead_bound if what == "leads" else math.inf
             drawn, more = _histogram(label, counted[label], about, series(i), bound, common)
-            mean = float((np.arange(len(counted[label])) * counted[label]).sum() / counted[label].sum())
+            of_runs = [getattr(run, what) for run in runs[label]]
+            mean = float(np.mean([_mean(counts) for counts in of_runs if counts.sum()]))  # as in the table of variants
             panels.append((f"{label}: mean {number(mean, 3)}, largest {len(counted[label]) - 1:,}", drawn))
             rows += more
     note = "" if common else "Each panel has a scale of its own; a bar may cover several values."
@@ -304,6 +305,10 @@ def _total(counts: Iterable[Rows]) -> Rows:
     for each in counts:
         total = add(total, each)
     return total
+
+
+def _mean(counts: Rows) -> float:
+    return float(np.average(np.arange(len(counts)), weights=counts))
 
 
 def _histogram(
@@ -386,7 +391,8 @@ def decisions(label: str, run: RunData, controller: str) -> Figure:
         notes.append(f"{len(workers)} of {n_workers:,} workers.")
     table = [(number(float(r["now_s"])), str(r["worker"]), number(float(r["chosen"]))) for r in rows]
     caption = f"{label}: {what}, {n:,} decision{'s' if n != 1 else ''}, seed {run.job.seed}"
-    legend = [(series(i), name) for i, name in enumerate(shown) if name]
+    kind = "mark " if events else ""
+    legend = [(f"{kind}{series(i)}", name) for i, name in enumerate(shown) if name]
     drawn = picture(f"{what} over time", 200, *parts)
     return Figure(caption, [("", drawn)], legend, Table(("time (s)", "worker", what), table), " ".join(notes))
 

@@ -298,6 +298,25 @@ def test_a_prediction_is_beside_its_variant_and_an_audit_beside_its_file(runs: d
     assert "<dt>predicted, seed 1</dt>" in render({"": {"bsp": known[:1]}})
 
 
+def test_the_mean_staleness_of_a_figure_is_that_of_the_table(runs: dict[str, list[RunData]]) -> None:
+    first, *others = runs["dssp"]
+    fresh = first._replace(staleness=np.array([1000]), summary=first.summary.model_copy(update={"staleness_mean": 0.0}))
+    means = [each.summary.staleness_mean or 0.0 for each in (fresh, *others)]
+    text = render({"": {"bsp": runs["bsp"], "dssp": [fresh, *others]}})
+    assert f"dssp: mean {np.mean(means):.3g}, largest" in text
+    assert f"<td>{np.mean(means):.2f}</td>" in text
+    total = charts._total(each.staleness for each in (fresh, *others))
+    assert f"{charts._mean(total):.3g}" != f"{np.mean(means):.3g}", "the mean of all pushes is another one"
+
+
+def test_the_legend_of_decisions_is_of_dots_where_the_figure_is(runs: dict[str, list[RunData]]) -> None:
+    text = render({"": {"dssp": runs["dssp"][:1]}})
+    assert re.findall(r'<circle class="(mark [^"]*)"[^>]*></circle></svg>(worker \d)', text)[0] == (
+        "mark s0 d0",
+        "worker 0",
+    )
+
+
 def test_the_legend_of_times_names_what_a_bar_has(runs: dict[str, list[RunData]]) -> None:
     run = runs["bsp"][0]
     parts_s = np.array([[0, 3, 1, 0, 1e-15], [0, 3, 1, 0, 0], [0, 0, 0, 0, 0]])
