@@ -1,4 +1,4 @@
-"""Reads between hosts bring what was promised, and nothing else travels with them."""
+"""Reads between hosts bring what was promised, and nothing else travels with them; and pushes arrive."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ def test_with_the_flags_of_open_mpi_a_read_sends_its_data_both_ways(hosts: Hosts
     assert received < 1.05 and sent > 1.5
 
 
-@pytest.mark.parametrize("file", ["test_torn_reads.py", "test_published_replica.py"])
-def test_no_read_is_torn_or_stale(hosts: Hosts, tmp_path: Path, file: str) -> None:
-    """The tests of a node, with their negative controls, under updates and publications without pause."""
-    tests = ROOT / "tests" / "mpi" / "transport" / file
-    result = run(hosts, tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "host", str(tests))
+def test_no_read_is_torn_or_stale_and_no_push_is_lost(hosts: Hosts, tmp_path: Path) -> None:
+    """The tests of a node, with their negative controls, under updates, publications and pushes without pause."""
+    folder = ROOT / "tests" / "mpi" / "transport"
+    files = [folder / f"test_{what}.py" for what in ("torn_reads", "published_replica", "push_inbox")]
+    result = run(hosts, tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "host", *map(str, files))
     print(result.stdout[-200:])

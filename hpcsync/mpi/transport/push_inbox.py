@@ -2,14 +2,14 @@
 
 Each rank has two inboxes. Senders fill the active one; the other is empty, or waits for vectors that are still on their
 way. An inbox has a few slots, into which vectors are put, and a sum in host memory, to which all further vectors are
-added. An atomic sum of a vector needs no slot, but between hosts it takes many times as long as a put, and MPI does not
-support it for GPU memory. The words, all float64, are:
+added. The words, all float64, are:
 
     tickets                2 * tickets + inbox: the number of tickets of the active inbox, and which one that is
     sending                1 + the rank that this rank is sending to; 0: none
     and for each inbox
     weight of each slot    weight of the vector in the slot; 0 until the whole vector is there
     further, weight        number of vectors added to the sum, and the sum of their weights
+    turns                  number of turns to add to the sum, between hosts
 
 A sender takes a ticket by an atomic sum, which returns the active inbox and the ticket, the number of a slot. It puts
 the vector there, flushes, and adds the weight, both to words of that inbox. The receiver, once the active inbox has
@@ -24,11 +24,15 @@ The switch also takes the tickets that the receiver has seen from the word, so t
 0. Tickets that were issued between that look and the switch are left in the word: the other inbox begins after them,
 and its first slots stay empty this time.
 
+A vector is added to the sum by `MPI_Accumulate` on one node. Between hosts, where that takes many times as long as a
+put (Open MPI, two senders at once), senders take turns, and each gets the sum and puts it back: turn n begins when n
+vectors have been added. Slots avoid both, which need another transfer and do not work in GPU memory.
+
 A sender that dies leaves a ticket without a vector. Every rank therefore says in its own memory to which rank it is
 sending; nobody looks there until a rank has died (`forget`) and an inbox is not complete. What is missing once every
 living rank has been seen without a vector for this one, after the switch, is that of a dead one. A vector that it has
 put into a slot either has a weight or is incomplete, and is then discarded. For the sum, there is no way to tell what
-has been added: if a sender dies while it adds to the sum, the receiver raises.
+has been added: if a sender dies while it adds to the sum, the receiver raises. Between hosts no death is tolerated.
 """
 
 from __future__ import annotations
@@ -41,15 +45,17 @@ import torch
 from mpi4py import MPI
 
 from hpcsync.mpi.transport import cuda
+from hpcsync.mpi.transport.backoff import Backoff
 from hpcsync.mpi.transport.node_memory import numpy_dtype
 from hpcsync.mpi.transport.tensor_window import HOST, Transport
 from hpcsync.mpi.transport.ulfm import RankFailed
-from hpcsync.mpi.transport.window import Window
+from hpcsync.mpi.transport.window import PIECE_BYTES, Window
 from hpcsync.training.local_update import Received
 
 SLOTS = 3  # at most, per inbox: more peers rarely choose the same receiver between two of its calls of `collect`
 TICKETS, SENDING = 0, 1
-WEIGHTS, FURTHER, WEIGHT, WORDS = 0, SLOTS, 1 + SLOTS, 2 + SLOTS  # indices of an inbox's words, and their number
+WEIGHTS, FURTHER, WEIGHT, TURNS, WORDS = 0, *range(SLOTS, SLOTS + 4)  # indices of an inbox's words, and their number
+BLOCK_BYTES = 8 * PIECE_BYTES  # of a sum: one is on its way back while the next one is on its way here
 
 
 class _Drained(NamedTuple):
@@ -81,6 +87,7 @@ class PushInbox:
         self._rows = transport.window(comm, 2 * self._slots * size, dtype)
         self._sums = Window(comm, 2 * size, numpy_dtype(dtype))
         self._words = Window(comm, 2 + 2 * WORDS, np.float64)
+        self._backoff = Backoff(comm)
         self._dead: set[int] = set()
         self._suspects: set[int] = set()  # living ranks that may still send to the inbox that is drained
         self._total = torch.zeros(size, dtype=dtype, device=transport.device)
@@ -137,11 +144,30 @@ class PushInbox:
             self._rows.flush(peer)
             self._words.fetch_add(weight, peer, self._at(inbox, WEIGHTS + ticket))
         else:
-            here = vector.cpu()
-            self._sums.accumulate(here.numpy(), peer, inbox * self._size)
-            self._sums.flush(peer)
+            add = self._accumulate if self._backoff.one_node else self._add_in_turn
+            add(vector.cpu().numpy(), peer, inbox)
             self._words.fetch_add(weight, peer, self._at(inbox, WEIGHT))
             self._words.fetch_add(1, peer, self._at(inbox, FURTHER))
+
+    def _accumulate(self, vector: np.ndarray, peer: int, inbox: int) -> None:
+        self._sums.accumulate(vector, peer, inbox * self._size)
+        self._sums.flush(peer)
+
+    def _add_in_turn(self, vector: np.ndarray, peer: int, inbox: int) -> None:
+        """Add `vector` to the sum of the peer's inbox after all senders that have come before."""
+        turn = self._words.fetch_add(1, peer, self._at(inbox, TURNS))
+        further = self._at(inbox, FURTHER)
+        self._backoff.until(lambda: self._words.fetch_add(0, peer, further) == turn or None)
+        n = BLOCK_BYTES // vector.itemsize
+        blocks = np.empty((2, n), vector.dtype)
+        for number, begin in enumerate(range(0, self._size, n)):
+            part = vector[begin : begin + n]
+            block, at = blocks[number % 2, : len(part)], inbox * self._size + begin
+            self._sums.get(block, peer, at)
+            self._sums.flush(peer)  # and complete the put of the block before
+            block += part
+            self._sums.put(block, peer, at)
+        self._sums.flush(peer)
 
     # ---- the receiver's side; it also reads and changes the words of its inboxes by atomic sums, as senders do ----
 
@@ -240,6 +266,7 @@ class PushInbox:
                 raise RankFailed("a rank died while it added to the sum of other ranks' vectors")
             self._sums.sync()
             further = self._sums.local[inbox * self._size :][: self._size]
+            self._taken(inbox, TURNS)
             yield torch.from_numpy(further).to(self._total.device), n, self._taken(inbox, WEIGHT)
             further[:] = 0  # the sum must start from zero; slots are overwritten
             self._sums.sync()

@@ -85,13 +85,21 @@ def operate() -> None:
 class Memory:
     """What the ranks share.
 
+    Parameters
+    ----------
+    n_ranks
+        Their number.
+    one_node
+        Whether they are on one node.
+
     Attributes
     ----------
     copies
         Copies of one element that have begun and have not been made: call, target rank, window, function.
     """
 
-    def __init__(self, n_ranks: int) -> None:
+    def __init__(self, n_ranks: int, *, one_node: bool = True) -> None:
+        self.one_node = one_node
         self.comms = [Comm(self, rank, n_ranks) for rank in range(n_ranks)]
         self.windows: list[FakeWindow] = []
         self.public: list[list[np.ndarray]] = []  # by number of the window and rank
@@ -127,6 +135,19 @@ class Comm:
 
     def Barrier(self) -> None:
         pass
+
+
+class FakeBackoff:
+    """Stands for `Backoff`: a rank that waits looks at each of its steps, of which the first alone counts."""
+
+    def __init__(self, comm: Comm) -> None:
+        self.one_node = comm.memory.one_node
+
+    def until(self, poll: Callable[[], Any]) -> Any:
+        n_steps = _here.call.n_steps
+        while (found := poll()) is None:
+            _here.call.n_steps = n_steps
+        return found
 
 
 def borrowed(buffer: Any) -> Callable[[], Any]:

@@ -5,30 +5,32 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from hpcsync.mpi.transport import push_inbox
-from hpcsync.mpi.transport.push_inbox import FURTHER, TICKETS, WEIGHTS, PushInbox, Received
+from hpcsync.mpi.transport.push_inbox import FURTHER, TICKETS, TURNS, WEIGHTS, PushInbox, Received
 from hpcsync.mpi.transport.ulfm import RankFailed
 from tests.stateful import STATEFUL, assert_caught
-from tests.unit.mpi.transport.interleaving import Call, FakeTransport, FakeWindow, Memory
+from tests.unit.mpi.transport.interleaving import Call, FakeBackoff, FakeTransport, FakeWindow, Memory
 
 MOST_STEPS = 150  # of one push or collection
 STEPS = st.sampled_from([1, 1, 2, 3, 5, 8, 30])
+SIZE = 3
 
 
 class Senders(RuleBasedStateMachine):
     """All other ranks push to rank 0. Push number k has the weight 2 ** k, so that a sum tells what it consists of."""
 
     inbox_class = PushInbox
+    one_node = True
 
     @initialize(n_ranks=st.integers(2, 6))
     def begin(self, n_ranks: int) -> None:
-        self.memory = Memory(n_ranks)
-        self.inboxes = [self.inbox_class(comm, 2, torch.float64, FakeTransport()) for comm in self.memory.comms]
+        self.set_up(n_ranks)
         self.senders = list(range(1, n_ranks))
         self.calls: dict[int, Call] = {}  # by rank; 0 collects
         self.under_way: dict[int, int] = {}  # weight of the push of each rank
@@ -38,6 +40,10 @@ class Senders(RuleBasedStateMachine):
         self.collected = 0
         self.torn_by_a_death = False  # a rank died while it added to a sum
 
+    def set_up(self, n_ranks: int) -> None:
+        self.memory = Memory(n_ranks, one_node=self.one_node)
+        self.inboxes = [self.inbox_class(comm, SIZE, torch.float64, FakeTransport()) for comm in self.memory.comms]
+
     def start(self, rank: int) -> None:
         inbox = self.inboxes[rank]
         if rank == 0:
@@ -46,7 +52,7 @@ class Senders(RuleBasedStateMachine):
         weight, self.n_pushes = 2**self.n_pushes, self.n_pushes + 1
         self.under_way[rank] = weight
         self.begun += weight
-        vector = torch.full((2,), float(weight), dtype=torch.float64)
+        vector = torch.full((SIZE,), float(weight), dtype=torch.float64)
         self.calls[rank] = Call(self.memory, rank, lambda: inbox.send(0, vector, float(weight)))
 
     @rule(moves=st.lists(st.tuples(st.integers(0, 29), STEPS, st.integers(0, 3)), min_size=1, max_size=6))
@@ -84,7 +90,7 @@ class Senders(RuleBasedStateMachine):
             self.see(call.result)
 
     def see(self, received: Received) -> None:
-        assert received.total.tolist() == [received.weight] * 2, f"not the pushes' sum: {received}"
+        assert received.total.tolist() == [received.weight] * SIZE, f"not the pushes' sum: {received}"
         weight = int(received.weight)
         assert received.count == weight.bit_count() > 0, f"a push is counted twice: {received}"
         assert not weight & self.collected, f"a push is collected twice: {received}"
@@ -107,14 +113,13 @@ class Senders(RuleBasedStateMachine):
             return
         weight = 0 if kept is None else int(kept.weight)  # perhaps with the last push of a rank that died
         assert not self.arrived & ~self.collected & ~weight, "a push is not kept"
-        comms = self.memory.comms
-        self.memory.__init__(len(comms))
-        self.inboxes = [self.inbox_class(comm, 2, torch.float64, FakeTransport()) for comm in self.memory.comms]
+        n_ranks = len(self.inboxes)
+        self.set_up(n_ranks)
         self.inboxes[0].put_back(kept)
-        for dead in set(range(1, len(comms))) - set(self.senders):
+        for dead in set(range(1, n_ranks)) - set(self.senders):
             self.inboxes[0].forget(dead)
 
-    @precondition(lambda self: len(self.senders) > 1)
+    @precondition(lambda self: self.one_node and len(self.senders) > 1)
     @rule(number=st.integers(0, 4))
     def dies(self, number: int) -> None:
         """A push that is not complete then counts as a whole or not at all."""
@@ -128,8 +133,10 @@ class Senders(RuleBasedStateMachine):
         """All pushes come to an end, and are collected by one call."""
         try:
             if not self.torn_by_a_death and not any(call.done for call in self.calls.values()):
-                for rank in [*self.calls]:
-                    self.run(rank, MOST_STEPS)
+                for _ in self.inboxes:  # they may wait for each other
+                    for rank in [*self.calls]:
+                        self.run(rank, MOST_STEPS)
+                assert self.torn_by_a_death or not self.calls, "a sender waits forever"
                 if not self.torn_by_a_death:
                     self.run(0, MOST_STEPS)
                 assert self.torn_by_a_death or self.arrived & ~self.collected == 0, "a push is lost"
@@ -138,13 +145,22 @@ class Senders(RuleBasedStateMachine):
                 call.die()
 
 
+class SendersOnHosts(Senders):
+    """Ranks on several hosts, which take turns to add to a sum, in blocks of one element; none dies."""
+
+    one_node = False
+
+
 @pytest.fixture(autouse=True)
 def _fake_windows(monkeypatch):
     monkeypatch.setattr(push_inbox, "Window", FakeWindow)
+    monkeypatch.setattr(push_inbox, "Backoff", FakeBackoff)
+    monkeypatch.setattr(push_inbox, "BLOCK_BYTES", 8)
 
 
-def test_every_push_is_collected_once_in_every_order_of_operations():
-    run_state_machine_as_test(Senders, settings=STATEFUL)
+@pytest.mark.parametrize("senders", [Senders, SendersOnHosts])
+def test_every_push_is_collected_once_in_every_order_of_operations(senders):
+    run_state_machine_as_test(senders, settings=STATEFUL)
 
 
 class DoesNotWait(PushInbox):
@@ -231,6 +247,45 @@ class SaysTooLateThatItSends(PushInbox):
 class ForgetsWhatWasKept(PushInbox):
     def put_back(self, kept: Received | None) -> None:
         pass
+
+
+class AddsOutOfTurn(PushInbox):
+    def _add_in_turn(self, vector: np.ndarray, peer: int, inbox: int) -> None:
+        self._backoff.until = lambda poll: poll() or True
+        super()._add_in_turn(vector, peer, inbox)
+
+
+class KeepsTurns(PushInbox):
+    def _taken(self, inbox: int, word: int) -> float:
+        return 0.0 if word == TURNS else super()._taken(inbox, word)
+
+
+class DoesNotFlushItsLastBlock(PushInbox):
+    def _add_in_turn(self, vector: np.ndarray, peer: int, inbox: int) -> None:
+        flush, n_flushed = self._sums.flush, 0
+
+        def all_but_the_last(rank: int) -> None:
+            nonlocal n_flushed
+            n_flushed += 1
+            if n_flushed <= SIZE:
+                flush(rank)
+
+        self._sums.flush = all_but_the_last
+        super()._add_in_turn(vector, peer, inbox)
+        self._sums.flush = flush
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (AddsOutOfTurn, "lost|sum|not kept"),
+        (KeepsTurns, "waits forever"),
+        (DoesNotFlushItsLastBlock, "lost|sum|died before the flush|not kept"),
+        (KeepsSums, "twice|sum|lost|not kept"),
+    ],
+)
+def test_a_broken_inbox_on_hosts_is_caught(broken, message):
+    assert_caught(type("Broken", (SendersOnHosts,), {"inbox_class": broken}), message)
 
 
 @pytest.mark.parametrize(
