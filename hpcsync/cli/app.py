@@ -612,7 +612,7 @@ def user_errors_in_one_line() -> Iterator[None]:
 def main() -> None:
     """Run the command line."""
     garbage.freeze_at_end()
-    standard_output.open_closed()
+    standard_output.prepare()
     output = contextlib.nullcontext() if under_launcher() else standard_output.may_fail()
     with output, user_errors_in_one_line():  # Ctrl-C while the commands are set up
         app(prog_name="hpcsync")

@@ -67,7 +67,7 @@ def write_text(file: Path, text: str) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with whole(file) as path:
-            path.write_text(text, encoding="utf-8")
+            path.write_text(text, encoding="utf-8", errors="backslashreplace")  # of names of files
     except OSError as error:
         raise JobError(f"{error.filename or file}: {error.strerror}") from None
     print(f"written: {file}")

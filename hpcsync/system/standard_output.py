@@ -39,13 +39,19 @@ def reader_left() -> bool:
     return isinstance(raw := getattr(getattr(sys.stdout, "buffer", None), "raw", None), _Output) and raw.reader_left
 
 
-def open_closed() -> None:
-    """Open the null device in place of standard streams that are closed; else another file would get their number."""
+def prepare() -> None:
+    """Prepare the standard streams for any command.
+
+    The null device takes the place of closed ones; else another file would get their number. Characters that the
+    encoding of the standard output lacks, such as those of a file's name, are written as escape sequences.
+    """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             stream = open(os.devnull, mode, encoding="utf-8")
             os.set_inheritable(stream.fileno(), True)
             setattr(sys, name, stream)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def at_least_80_columns(console: Console) -> Console:

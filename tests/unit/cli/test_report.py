@@ -10,6 +10,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from hpcsync.cli import app
+from hpcsync.cli.report import main
 from tests.unit.html_report import pages
 
 
@@ -40,6 +41,12 @@ def test_the_folder_of_the_file_is_created(run: Path) -> None:
     result = hpcsync("report", run, "-o", "absent/deep/a.html")
     assert (result.exit_code, result.stdout) == (0, "written: absent/deep/a.html\n")
     assert "<h1>small</h1>" in Path("absent/deep/a.html").read_text()
+
+
+def test_the_name_of_a_run_may_have_bytes_that_are_no_text(run: Path) -> None:
+    other = run.rename(run.with_name("named-\udcff"))
+    assert main([other], Path("named.html")) == 0
+    assert "named-\\udcff" in Path("named.html").read_text()
 
 
 def test_unfinished_ones_of_several_runs_are_left_out(run: Path, tmp_path: Path) -> None:

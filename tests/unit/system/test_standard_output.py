@@ -74,8 +74,8 @@ def test_a_program_comes_to_its_end_if_the_disk_is_full(status: int, expected: i
 
 @pytest.mark.parametrize("opens", [True, False])
 def test_closed_standard_streams_are_replaced_before_another_file_gets_their_number(opens: bool) -> None:
-    code = "import os; from hpcsync.system.standard_output import open_closed; "
-    code += ("open_closed(); " if opens else "") + "os._exit(os.open('/dev/null', os.O_RDONLY) == 1)"
+    code = "import os; from hpcsync.system.standard_output import prepare; "
+    code += ("prepare(); " if opens else "") + "os._exit(os.open('/dev/null', os.O_RDONLY) == 1)"
     line = ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-c", code]
     assert subprocess.run(line, check=False, timeout=60).returncode == (not opens)
 
@@ -83,3 +83,12 @@ def test_closed_standard_streams_are_replaced_before_another_file_gets_their_num
 def test_a_command_needs_no_standard_output() -> None:
     line = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-m", "hpcsync", "launch", "-n", "1", "true"]
     assert subprocess.run(line, check=False, timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_characters_that_the_encoding_lacks_are_escaped(encoding: str) -> None:
+    code = "from hpcsync.system.standard_output import prepare; prepare(); print('\\u2192 \\udcff')"
+    environ = {**os.environ, "PYTHONIOENCODING": encoding}
+    program = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, check=False, timeout=60)
+    arrow = "\u2192" if encoding == "utf-8" else "\\u2192"
+    assert (program.returncode, program.stdout.decode()) == (0, f"{arrow} \\udcff\n")
