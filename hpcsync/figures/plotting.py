@@ -59,6 +59,7 @@ STYLE: Any = {
     "figure.figsize": (PAGE_INCHES, 4.8),  # the width of every figure; each chooses its height
     "savefig.dpi": 300,
     "svg.hashsalt": "hpcsync",
+    "text.parse_math": False,  # names of folders may have dollar signs
 }
 NARROW_STYLE: Any = {"legend.fontsize": 7, "xtick.labelsize": 7, "ytick.labelsize": 7}
 

@@ -727,6 +727,13 @@ def title(drawing):
     return drawing.figure.axes[0].get_title(loc="left")
 
 
+def test_names_of_folders_are_no_formulas(tmp_path):
+    runs = [write(tmp_path, counted(*ROUNDS), name) for name in ("a$^$b", "c")]
+    draw("timeline", tmp_path, *runs)
+    svg = (tmp_path / "figures" / "timeline.svg").read_text()
+    assert "a$^$b" in svg
+
+
 def test_timeline_says_what_it_leaves_out(tmp_path):
     trace = counted(*ROUNDS)  # three rounds of two workers; the last computation ends at 6 s
     (whole,) = figures.draw("timeline", [trace], to_s=6.0)
