@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from mpi4py import MPI
@@ -52,6 +52,26 @@ def _layers(comm: MPI.Intracomm, job: Job, model: torch.nn.Module) -> Layers:
     if job.paradigm.separates_layers:
         return SeparatedLayers(comm, model, cast("StanzaOptions", job.paradigm).cut, job.groups)
     return Layers(comm, model)
+
+
+class Computed(NamedTuple):
+    """A computation that has ended.
+
+    Its script may draw the next batch, with which another one begins, before it makes the step.
+
+    Attributes
+    ----------
+    n_samples
+        Samples of its batches.
+    begin_s, end_s, computed_s, load_s
+        Begin and end, and seconds of computing and of waiting for the batches.
+    """
+
+    n_samples: int
+    begin_s: float
+    end_s: float
+    computed_s: float
+    load_s: float
 
 
 class PeerSession(RankSession):
@@ -104,7 +124,7 @@ class PeerSession(RankSession):
         self._accumulate = 1  # backward passes of a step
         self._n_passes = 0  # made since the last step
         self._may_reduce = True  # outside of `no_sync`
-        self._times: tuple[float, float] | None = None  # begin and end of the last computation, until its step
+        self._computed: Computed | None = None  # the last computation, until its step
         if run is not None and self._resumed is not None:
             self._machine.restore(self._resumed["machine"])
             self._machine.resume(comm.size, run["evaluated"])
@@ -130,10 +150,11 @@ class PeerSession(RankSession):
         self._describe(self._exchange.prepare(source, self._iterations))
         self._link.phases.enter(Phase.COMPUTING, self._machine.iteration + 1)
         self._accumulate, self._n_passes = asked.accumulate, 0
-        self._exchange.let_overlap(self._reduces)
+        self._exchange.let_overlap(self._overlaps)
         for batch in self._iterations.shard(
             *asked[:3], lambda: self.stopped, sharded=asked.sharded, accumulate=asked.accumulate
         ):
+            self._exchange.let_overlap(self._overlaps)
             yield self._exchange.begin(batch)
 
     def _describe(self, attributes: Mapping[str, int]) -> None:
@@ -142,32 +163,31 @@ class PeerSession(RankSession):
     def _step(self, loss: torch.Tensor | float | None) -> None:
         """End an iteration: apply the step and exchange."""
         self._refuse_step()
-        if self._times is None:
+        if self._computed is None:
             self._begin_again()
             self._end_computation()
         self._end_iteration(self._look_at_step(loss))
         self._link.phases.enter(Phase.COMPUTING, self._machine.iteration + 1)
 
     def _end_iteration(self, loss: float) -> None:
-        assert self._times is not None
-        times, self._times = self._times, None
-        n_samples, exchange, spent = self._iterations.batch_size, self._exchange, self._iterations
-        self._n_passes = 0
-        result = self._advance(n_samples)
-        self._exchange.let_overlap(self._reduces)
+        assert self._computed is not None
+        ended, self._computed = self._computed, None
+        exchange, self._n_passes = self._exchange, 0
+        result = self._advance(ended.n_samples)
+        self._exchange.let_overlap(self._overlaps)
         lr, rates = self._rates()
         step_info = self._machine.step_info(
-            result, *times, spent.computed_s, exchange.wait_s, exchange.comm_s, n_samples, loss, spent.load_s, lr,
-            self._take_problem(), exchange.gradients_sq,
+            result, ended.begin_s, ended.end_s, ended.computed_s, exchange.wait_s, exchange.comm_s, ended.n_samples,
+            loss, ended.load_s, lr, self._take_problem(), exchange.gradients_sq,
         )  # fmt: skip
         self._link.step_info(step_info, rates)
         if self._estimator is not None:
-            self._divide_batches(self._estimator.observe(n_samples, step_info.iteration_s, step_info.comm_s))
+            self._divide_batches(self._estimator.observe(ended.n_samples, step_info.iteration_s, step_info.comm_s))
         self._halt_if_requested()
 
     def _end_of_backward(self) -> None:
         """End the computation at the end of the step's last `backward`: from here on the gradient is the mean."""
-        if self._times is not None:
+        if self._computed is not None:
             raise RuntimeError(
                 "several backward passes in one step: the first one's gradient is already the mean of all workers'; "
                 "add the losses, pass accumulate to shard, or call all but the last backward in session.no_sync(); "
@@ -181,12 +201,18 @@ class PeerSession(RankSession):
             self._end_computation()
         else:
             self._n_passes += 1
-            self._exchange.let_overlap(self._reduces)
+            self._exchange.let_overlap(self._overlaps)
 
     @property
     def _reduces(self) -> bool:
         """True if the mean of the gradients is formed at the end of the next backward pass."""
         return self._may_reduce and self._n_passes + 1 >= self._accumulate
+
+    @property
+    def _overlaps(self) -> bool:
+        """True if that pass may exchange gradients before its end: it is one of a step, and not of an evaluation."""
+        several = self._script is not None and self._script.only is None  # a further one steps with the same batch
+        return self._reduces and (self._iterations.under_way or (several and self._iterations.in_loop))
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -197,15 +223,16 @@ class PeerSession(RankSession):
             yield
         finally:
             self._may_reduce = True
-            self._exchange.let_overlap(self._reduces)
+            self._exchange.let_overlap(self._overlaps)
 
     def _end_computation(self) -> None:
         cuda.ready(self.flat.gradient)  # the gradient is complete only then
         self._exchange.while_padding(self._iterations.pad)
-        self._times = self._iterations.end()
+        times, ended = self._iterations.end(), self._iterations
+        self._computed = Computed(ended.batch_size, *times, ended.computed_s, ended.load_s)
         self._link.phases.enter(self._exchange.phase)
         self._link.poll_commands()
-        self._exchange.end_computation(self._iterations.batch_size, self._link.stop_requested)
+        self._exchange.end_computation(ended.batch_size, self._link.stop_requested)
 
     def _advance(self, n_samples: int) -> ExchangeResult:
         """Advance by one iteration of `n_samples` samples; 0 after a synchronous worker's last own iteration."""
@@ -290,7 +317,7 @@ class PeerSession(RankSession):
     # ---- the end ----
 
     def _part(self) -> None:
-        if self._times is not None:  # the script left between `backward` and `step`; the others have this gradient
+        if self._computed is not None:  # the script left between `backward` and `step`; the others have this gradient
             self._end_iteration(math.nan)
         self._link.phases.enter(Phase.WAITING)
         keeps_participating = self._exchange.end(early=self._machine.in_step)

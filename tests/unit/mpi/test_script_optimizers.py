@@ -150,6 +150,16 @@ def checkpointed(model, optimizer, batches, sync):
         optimizer.step()
 
 
+def differentiating_between(model, optimizer, batches, sync):
+    """One worker alone computes gradients after each step, as in an evaluation with attacked inputs."""
+    for x, y in batches:
+        optimizer.zero_grad()
+        loss_of(model, (x, y)).backward()
+        optimizer.step()
+        if sync is None or sync.worker == 0:
+            loss_of(model, (x.requires_grad_(), y)).backward()
+
+
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
 
@@ -203,6 +213,7 @@ CASES: dict[str, tuple[Callable, Callable, int]] = {  # script, optimizer, batch
     "loaded state": (with_closure, loaded, 1),
     "own class": (thawing, own, 1),
     "activation checkpointing": (checkpointed, sgd, 1),
+    "gradients between steps": (differentiating_between, sgd, 1),
 }
 
 
@@ -258,6 +269,30 @@ def test_the_session_is_told_how_many_backward_passes_accumulate(comm, needs, fo
     found = trained(case, paradigm, comm, folder, accumulate=2)
     expected = plain(case, comm.size - (paradigm == "bsp"))
     assert torch.allclose(found, expected, rtol=0, atol=1e-10)
+
+
+def prefetching(model, optimizer, batches, sync):
+    """The next batch is drawn between backward pass and step."""
+    batch = next(batches, None)
+    while batch is not None:
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        batch = next(batches, None)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("paradigm", ["bsp", "allreduce"])
+def test_the_next_batch_may_be_drawn_before_the_step(comm, needs, folder, monkeypatch, paradigm):
+    needs(2)
+    monkeypatch.setitem(CASES, "prefetching", (prefetching, sgd, 1))
+    model, n_workers = Net().double(), comm.size - (paradigm == "bsp")
+    optimizer = sgd(model)
+    with hpcsync.connect(model, optimizer, paradigm, out=folder / "run", comm=comm) as sync:
+        prefetching(model, optimizer, sync.shard(data(BATCH * n_workers * STEPS), BATCH), sync)
+    found = torch.cat([p.detach().flatten() for p in model.parameters()])
+    assert torch.allclose(found, plain("prefetching", n_workers), rtol=0, atol=1e-10)
+    if comm.rank == 0:
+        assert [check for check in audit(load(folder / "run" / "trace.h5")) if not check.passed] == []
 
 
 @pytest.mark.parametrize("broken", ["numbers", "presence"])
