@@ -91,7 +91,7 @@ def test_a_slow_reader_gets_all_unless_the_launch_was_ended(
     written: list[bytes] = []
 
     def write(target: int, data: bytes) -> None:
-        time.sleep(0.5)
+        time.sleep(1.5)
         written.append(data)
 
     process = subprocess.Popen(["printf", "page\nof a pager"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
