@@ -136,14 +136,14 @@ class _Adviser:
     def advise(self) -> int:
         """Carry out the trials, print the advice and write it."""
         from hpcsync.report import variants
-        from hpcsync.report.advice import Trial
+        from hpcsync.report.advice import Trial, rounded
 
         limit_s, iteration_s, link_share = self._limit_s()
         field = self._field(limit_s, iteration_s, link_share)
         first = self._job.seed
         if self._asked.workers:
             print(f"{self._job.cluster.workers} workers", file=sys.stdout if not self._asked.as_json else sys.stderr)
-        print(f"{len(field)} candidates, up to {limit_s:.4g} virtual s each, in {self._out}", file=sys.stderr)
+        print(f"{len(field)} candidates, up to {rounded(limit_s)} virtual s each, in {self._out}", file=sys.stderr)
         reference = next((name for name in REFERENCES if any(each.label == name for each in field)), None)
         order = [each.label for each in field]
         every = [each._replace(factor=factor) for each in field for factor in RATES]
@@ -313,7 +313,7 @@ class _Adviser:
 
     def _predict(self, trained: Trained, last: Found) -> tuple[dict[str, float], str]:
         """Return the prediction for what is advised, and a sentence that says it."""
-        from hpcsync.report.advice import prediction
+        from hpcsync.report.advice import prediction, rounded
 
         runs, by, why = None, "with seeds that have not chosen it", "the budget was spent"
         begin, number = self._job.seed + FURTHER_SEED, len(SHARES) + 1
@@ -330,9 +330,9 @@ class _Adviser:
         predicted = prediction(runs[trained].values())
         if not predicted:
             return {}, f"Predicted: nothing, for it did not reach the target in every run {by}."
-        time_s = f"{predicted['seconds']:.4g} s"
+        time_s = f"{rounded(predicted['seconds'])} s"
         if "low_s" in predicted:
-            time_s += f" ({predicted['low_s']:.4g} to {predicted['high_s']:.4g} s in 80 % of runs)"
+            time_s += f" ({rounded(predicted['low_s'])} to {rounded(predicted['high_s'])} s in 80 % of runs)"
         return predicted, f"Predicted: {time_s}, {by}."
 
     def _unknown(self) -> Iterator[str]:

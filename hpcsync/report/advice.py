@@ -252,7 +252,12 @@ def table(advice: Advice, factors: Mapping[str, float]) -> RenderableType:
 def _words(value: Any) -> str:
     if value is None:
         return ""
-    return f"{value.mean:.4g}" + ("" if value.half_width is None else f" ± {value.half_width:.2g}")
+    return rounded(value.mean) + ("" if value.half_width is None else f" ± {rounded(value.half_width, 2)}")
+
+
+def rounded(value: float, digits: int = 4) -> str:
+    """Return a number with so many significant digits, or whole if it has as many before the point; with commas."""
+    return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
 
 
 def numbers(advice: Advice) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from hpcsync.report.advice import Trial, conclude, prediction, simplest, table, verdict, why
+from hpcsync.report.advice import Trial, conclude, prediction, rounded, simplest, table, verdict, why
 from hpcsync.report.variants import compare
 
 ORDER = ["allreduce", "bsp", "asp", "gossip"]
@@ -124,3 +124,11 @@ def test_a_further_run_lies_within_the_predicted_interval_in_80_percent():
     )
     assert prediction(runs(10.0, None).values()) == {}
     assert prediction(runs(10.0).values()).keys() == {"seconds", "samples_per_s"}, "one run shows no spread"
+
+
+def test_times_of_hours_are_written_in_full():
+    variants = {"bsp": runs(10_000.0, 11_000.0, 12_345.6), "asp": runs(20_000.0, 22_000.0, 22_500.0)}
+    text = shown(table(conclude(compare(variants), ORDER), dict.fromkeys(variants, 1.0)))
+    assert "11,115 ± 2,924" in text
+    assert "e+0" not in text
+    assert [*map(rounded, (1.3094, 41.368, 999.96, 12_345.6))] == ["1.309", "41.37", "1000", "12,346"]
