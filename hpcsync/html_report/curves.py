@@ -21,20 +21,24 @@ LEAST_POINTS = 8  # of a line
 def learning_curves(runs: Mapping[str, Sequence[RunData]], quantity: str) -> Figure | None:
     """Return an evaluated quantity against time and samples; None if no run has it."""
     panels, rows = [], []
-    for column, x_label in (("now_s", "time (s)"), ("samples", "samples")):
-        curves = {
+    against = {
+        x_label: {
             label: curve
             for label, each in runs.items()
             if (curve := _curve(each, quantity, column, len(runs))) is not None
         }
-        if not curves:
-            return None
-        targets = {getattr(run.job.stop, f"target_{quantity}") for each in runs.values() for run in each} - {None}
-        means = [*np.concatenate([curve[:, 1] for curve in curves.values()]).tolist(), *targets]
-        log = quantity == "loss" and min(means) > 0 and max(means) > 20 * min(means)
-        least = min(means) / 2 if log else 0.0 if min(means) >= 0 else -math.inf
-        most = 1.0 if quantity == "accuracy" else math.inf
-        values = [*np.concatenate([_band(curve, least, most).ravel() for curve in curves.values()]).tolist(), *means]
+        for column, x_label in (("now_s", "time (s)"), ("samples", "samples"))
+    }
+    both = [curve for curves in against.values() for curve in curves.values()]  # both panels have the same y axis
+    if not both:
+        return None
+    targets = {getattr(run.job.stop, f"target_{quantity}") for each in runs.values() for run in each} - {None}
+    means = [*np.concatenate([curve[:, 1] for curve in both]).tolist(), *targets]
+    log = quantity == "loss" and min(means) > 0 and max(means) > 20 * min(means)
+    least = min(means) / 2 if log else 0.0 if min(means) >= 0 else -math.inf
+    most = 1.0 if quantity == "accuracy" else math.inf
+    values = [*np.concatenate([_band(curve, least, most).ravel() for curve in both]).tolist(), *means]
+    for x_label, curves in against.items():
         right = max(float(curve[-1, 0]) for curve in curves.values())
         panel = Panel.of((0.0, 1.02 * right or 1.0), limits(values, log=log), log_y=log)
         parts = panel.axes(x_label, quantity)

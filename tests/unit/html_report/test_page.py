@@ -14,7 +14,7 @@ from jinja2 import Environment, FileSystemLoader
 
 from hpcsync.audit.check import Check
 from hpcsync.config.predicted import Prediction
-from hpcsync.html_report import charts, page, run_data
+from hpcsync.html_report import charts, curves, page, run_data
 from hpcsync.html_report.page import render
 from hpcsync.html_report.run_data import Decisions, RunData, evenly
 from hpcsync.trace.schema import TABLES, Change, Phase
@@ -315,6 +315,16 @@ def test_the_legend_of_decisions_is_of_dots_where_the_figure_is(runs: dict[str, 
         "mark s0 d0",
         "worker 0",
     )
+
+
+def test_both_panels_of_a_learning_curve_have_the_same_y_axis(runs: dict[str, list[RunData]]) -> None:
+    figure = curves.learning_curves(runs, "loss")
+    assert figure is not None
+    found = [
+        re.findall(r'y="([^"]*)" class="tick" text-anchor="end">([^<]*)<', picture) for _, picture in figure.panels
+    ]
+    assert found[0] == found[1]
+    assert len(found[0]) > 2
 
 
 def test_the_legend_of_times_names_what_a_bar_has(runs: dict[str, list[RunData]]) -> None:
