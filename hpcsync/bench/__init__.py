@@ -124,7 +124,7 @@ def main(
         raise JobError(f"--device cuda: {why}")
     if path is not None:
         try:
-            Path(path).touch()
+            Path(path).open("a").close()
         except OSError as error:
             raise JobError(f"--json {path}: {error.strerror}") from None
     console = Console(highlight=False)

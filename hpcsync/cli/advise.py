@@ -137,10 +137,12 @@ class _Adviser:
         """Carry out the trials, print the advice and write it."""
         from hpcsync.report import variants
         from hpcsync.report.advice import Trial, rounded
+        from hpcsync.run_dir import layout
 
         limit_s, iteration_s, link_share = self._limit_s()
         field = self._field(limit_s, iteration_s, link_share)
         first = self._job.seed
+        layout.create_folder(self._out)
         if self._asked.workers:
             print(f"{self._job.cluster.workers} workers", file=sys.stdout if not self._asked.as_json else sys.stderr)
         print(f"{len(field)} candidates, up to {rounded(limit_s)} virtual s each, in {self._out}", file=sys.stderr)

@@ -212,9 +212,10 @@ def check(path: Path, runs: Iterable[Run], *, simulated: bool) -> None:
     """Raise JobError for a job that cannot run, or for a folder that holds another job."""
     from hpcsync.config.user_code import import_beside
     from hpcsync.core.job_validation import check as check_job
+    from hpcsync.run_dir import layout
 
     import_beside(path)
-    checked = set()
+    runs, checked = [*runs], set()
     for run in runs:
         if not simulated:
             jobs.refuse_simulated(run.job)
@@ -222,6 +223,8 @@ def check(path: Path, runs: Iterable[Run], *, simulated: bool) -> None:
             checked.add(run.variant)
             check_job(run.job)
         _refuse_other_job(run)
+    for run in runs:
+        layout.create_folder(run.folder.parent)
 
 
 def _refuse_other_job(run: Run) -> None:

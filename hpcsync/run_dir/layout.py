@@ -51,11 +51,9 @@ def choose(job: Job, out: str | Path | None, before: Resumed | None = None) -> P
     """
     folder = _make_new(job) if out is None else Path(out)
     with _as_job_error(folder):
-        if folder.exists() and not folder.is_dir():
-            raise JobError(f"out {folder}: must be a folder")
         if before is not None:
             checkpoint.refuse_other_job(before.job, job)
-        folder.mkdir(parents=True, exist_ok=True)
+        create_folder(folder)
         lock.hold(folder)
         if before is None:
             try:
@@ -65,6 +63,14 @@ def choose(job: Job, out: str | Path | None, before: Resumed | None = None) -> P
                 raise
         with tempfile.TemporaryFile(dir=folder):
             return folder
+
+
+def create_folder(folder: Path) -> None:
+    """Create a folder if it is missing. Raises JobError if that is not possible."""
+    with _as_job_error(folder):
+        if folder.exists() and not folder.is_dir():
+            raise JobError(f"out {folder}: must be a folder")
+        folder.mkdir(parents=True, exist_ok=True)
 
 
 def refuse_taken(folder: Path) -> None:

@@ -85,6 +85,8 @@ def test_one_target_ends_in_a_table_and_a_file(tmp_path, capsys, monkeypatch):
 
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "measure", None)
+    with pytest.raises(JobError, match="--json .*: Is a directory"):
+        bench.main(["latency"], tmp_path)
     with pytest.raises(JobError, match="--json .*: No such file or directory"):
         bench.main(["tracing"], tmp_path / "missing" / "figures.json")
 

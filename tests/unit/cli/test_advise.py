@@ -413,3 +413,10 @@ def test_a_run_of_the_advised_job_is_put_beside_its_prediction(job, tmp_path, ca
 def test_without_a_prediction_there_is_no_line(job, tmp_path):
     assert simulate(jobs.load(job), tmp_path / "run", Console(quiet=True)) == 0
     assert beside_prediction(summarize(load(tmp_path / "run"))) == ""
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_simulated(job, tmp_path):
+    with pytest.raises(JobError, match="must be a folder"):
+        main(job, Asked(out=job))
+    with pytest.raises(JobError, match="Not a directory"):
+        main(job, Asked(out=job / "advice"))

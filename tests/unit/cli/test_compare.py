@@ -182,6 +182,7 @@ def test_the_other_jobs_folder_is_refused(job: Path, commands: Commands) -> None
 @pytest.mark.parametrize(
     ("given", "message"),
     [
+        ({"out": Path("small.toml")}, "out small.toml/bsp: Not a directory"),
         ({"vary": []}, 'compare: --vary is missing; must be KEY=[VALUE, ...], such as paradigm=["bsp", "asp"]'),
         ({"vary": ["paradigm=bsp"]}, "--vary paradigm=bsp: must be KEY=[VALUE, ...]"),
         ({"vary": ["paradigm=[]"]}, "--vary paradigm=[]: must be KEY=[VALUE, ...]"),
