@@ -193,10 +193,9 @@ class PeerSession(RankSession):
                 "add the losses, pass accumulate to shard, or call all but the last backward in session.no_sync(); "
                 "activation checkpointing needs use_reentrant=False"
             )
-        if not self._iterations.under_way and self._iterations.in_loop:
-            self._begin_again()
-        if not self._iterations.under_way:
+        if not self._is_of_step:
             return
+        self._begin_again()
         if self._reduces:
             self._end_computation()
         else:
@@ -209,10 +208,15 @@ class PeerSession(RankSession):
         return self._may_reduce and self._n_passes + 1 >= self._accumulate
 
     @property
-    def _overlaps(self) -> bool:
-        """True if that pass may exchange gradients before its end: it is one of a step, and not of an evaluation."""
+    def _is_of_step(self) -> bool:
+        """True if a backward pass is one of a step, and not of an evaluation between steps."""
         several = self._script is not None and self._script.only is None  # a further one steps with the same batch
-        return self._reduces and (self._iterations.under_way or (several and self._iterations.in_loop))
+        return self._iterations.under_way or (several and self._iterations.in_loop)
+
+    @property
+    def _overlaps(self) -> bool:
+        """True if that pass may exchange gradients before its end."""
+        return self._reduces and self._is_of_step
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -160,6 +160,18 @@ def differentiating_between(model, optimizer, batches, sync):
             loss_of(model, (x.requires_grad_(), y)).backward()
 
 
+def differentiating_between_two(model, optimizer, batches, sync):
+    """The same, with two batches a step."""
+    for number, batch in enumerate(batches):
+        if number % 2 == 0:
+            optimizer.zero_grad()
+        (loss_of(model, batch) / 2).backward()
+        if number % 2:
+            optimizer.step()
+            if sync is None or sync.worker == 0:
+                loss_of(model, batch).backward()
+
+
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
 
@@ -262,10 +274,11 @@ def test_a_script_has_the_weights_of_plain_pytorch(comm, needs, folder, paradigm
 
 
 @pytest.mark.parametrize("paradigm", ["bsp", "allreduce"])
-@pytest.mark.parametrize("case", ["accumulating", "drawing ahead"])
+@pytest.mark.parametrize("case", ["accumulating", "drawing ahead", "gradients between steps"])
 def test_the_session_is_told_how_many_backward_passes_accumulate(comm, needs, folder, monkeypatch, paradigm, case):
     needs(2)
     monkeypatch.setitem(CASES, "drawing ahead", (drawing_ahead, two_groups, 2))
+    monkeypatch.setitem(CASES, "gradients between steps", (differentiating_between_two, sgd, 2))
     found = trained(case, paradigm, comm, folder, accumulate=2)
     expected = plain(case, comm.size - (paradigm == "bsp"))
     assert torch.allclose(found, expected, rtol=0, atol=1e-10)
@@ -281,14 +294,28 @@ def prefetching(model, optimizer, batches, sync):
         optimizer.step()
 
 
+def prefetching_and_differentiating(model, optimizer, batches, sync):
+    """The next batch is drawn before the backward pass; one worker alone computes gradients after each step."""
+    batch = next(batches, None)
+    while batch is not None:
+        following = next(batches, None)
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+        if sync is None or sync.worker == 0:
+            loss_of(model, batch).backward()
+        batch = following
+
+
 @pytest.mark.parametrize("paradigm", ["bsp", "allreduce"])
-def test_the_next_batch_may_be_drawn_before_the_step(comm, needs, folder, monkeypatch, paradigm):
+@pytest.mark.parametrize("script", [prefetching, prefetching_and_differentiating])
+def test_the_next_batch_may_be_drawn_before_the_step(comm, needs, folder, monkeypatch, script, paradigm):
     needs(2)
-    monkeypatch.setitem(CASES, "prefetching", (prefetching, sgd, 1))
+    monkeypatch.setitem(CASES, "prefetching", (script, sgd, 1))
     model, n_workers = Net().double(), comm.size - (paradigm == "bsp")
     optimizer = sgd(model)
     with hpcsync.connect(model, optimizer, paradigm, out=folder / "run", comm=comm) as sync:
-        prefetching(model, optimizer, sync.shard(data(BATCH * n_workers * STEPS), BATCH), sync)
+        script(model, optimizer, sync.shard(data(BATCH * n_workers * STEPS), BATCH), sync)
     found = torch.cat([p.detach().flatten() for p in model.parameters()])
     assert torch.allclose(found, plain("prefetching", n_workers), rtol=0, atol=1e-10)
     if comm.rank == 0:
