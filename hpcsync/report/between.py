@@ -48,7 +48,7 @@ class Between:
     def add_change(self, change: np.void) -> None:
         """Add a row of /membership, before the rows of the worker's later iterations."""
         if change["change"] == Change.JOINED:
-            self._returns.append(change)
+            self._returns.append(change.copy())  # it is a row of a buffer that is filled again
 
     def add(self, rows: Rows) -> None:
         """Add the next rows."""

@@ -110,13 +110,17 @@ def test_work_of_a_script_between_its_pushes_is_no_wait():
 
 @pytest.mark.parametrize("paradigm", [{"name": "bsp"}, {"name": "ssp", "staleness": 1}])
 def test_the_time_of_an_absence_does_not_count(tmp_path, paradigm):
-    events = [{"worker": 0, "at_s": 2.0, "change": "leave"}, {"worker": 0, "at_s": 4.0, "change": "join"}]
+    events = [
+        {"worker": worker, "at_s": at_s + 0.05 * worker, "change": change}
+        for worker in (0, 1)
+        for at_s, change in ((2.0, "leave"), (4.0, "join"))
+    ]
     trace = simulated(tmp_path, paradigm, [0.1, 0.2, 0.3], events=events)
     np.testing.assert_allclose(explain(trace).between_s, 0.0, atol=1e-9)
     control = Between(3)
     control.add(trace.tables["pushes"])
     assert control.seconds[0] > 1.5
-    for flushes_s in ([1e9], [3.0, 1e9]):  # the second time between departure and return
+    for flushes_s in ([1e9], [3.0, 1e9], np.arange(0.02, 20.0, 0.02)):  # then between departure and return, and often
         watched = live.RowTally(3)
         with TraceWriter(tmp_path / f"{len(flushes_s)}.h5", attributes(trace.job)) as file:
             file.observer = watched.add
