@@ -146,6 +146,7 @@ class LocalSession(Session):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Recompute the model's statistics, if asked for; there is no other process to wait for."""
+        self._entered = False
         for optimizer, step in zip(self._optimizers, self._taken, strict=True):
             del optimizer.step
             if step is not None:

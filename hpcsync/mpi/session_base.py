@@ -200,6 +200,7 @@ class RankSession(Session):
         if self._script is None or self._script.only is None:
             self._step(loss)
         else:
+            self._refuse_outside()  # where that step is the optimizer's own
             if loss is not None:
                 self.record(loss)
             self._script.optimizers[0].step()
@@ -319,6 +320,7 @@ class RankSession(Session):
     # ---- the end ----
 
     def _give_back(self) -> None:
+        self._entered = False
         self._heed_signals()
         sys.excepthook = self._excepthook
         if self._script is not None:

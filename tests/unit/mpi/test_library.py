@@ -166,9 +166,11 @@ def test_afterwards_model_and_optimizer_are_the_scripts_again(comm, folder):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     connect._print_user_errors_in_one_line()  # until the process ends
     hook = sys.excepthook
-    with hpcsync.connect(model, optimizer, "asp", out=folder / "run", comm=comm):
+    with hpcsync.connect(model, optimizer, "asp", out=folder / "run", comm=comm) as sync:
         pass
     assert sys.excepthook is hook
+    with pytest.raises(RuntimeError, match="with statement"):
+        sync.step()
     pickle.dumps(model)
     torch.nn.functional.mse_loss(model(data.tensors[0]), data.tensors[1]).backward()
     before = model.weight.detach().clone()
