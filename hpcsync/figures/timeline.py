@@ -47,7 +47,7 @@ def draw(traces: list[Trace], workers: int = 16, from_s: float = 0.0, to_s: floa
         bars_of(trace, reports[reports["worker"].isin(list(place))])
         for trace, reports, place in zip(traces, all_reports, places, strict=True)
     ]
-    if math.isnan(from_s) or (to_s is not None and math.isnan(to_s)):
+    if not math.isfinite(from_s) or not math.isfinite(to_s or 0.0):
         raise FigureError("figure timeline: --from and --to must be numbers of seconds")
     if to_s is None:
         ends_s = [after_iterations(frame, from_s) for frame in whole]

@@ -642,6 +642,7 @@ def test_an_empty_window_is_refused(tmp_path):
     run = write(tmp_path, counted(*ROUNDS))
     assert "nothing to draw in this window; the rows of the trace end at " in refused("timeline", run, "--from", 100)
     assert "--from and --to must be numbers" in refused("timeline", run, "--from", "nan")
+    assert "--from and --to must be numbers" in refused("timeline", run, "--to", "inf")
     assert "--from 2: must be less than --to 1" in refused("timeline", run, "--from", 2, "--to", 1)
 
 
