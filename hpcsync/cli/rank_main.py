@@ -65,7 +65,7 @@ def main(
     """
     if not (found := gpu_selection.found()).why:  # a CUDA-aware MPI binds to the GPU that is current when it starts
         with suppress(JobError):  # reported below, once
-            cluster = jobs.load(path, overrides, ranks).cluster
+            cluster = jobs.load_begun(path, overrides, ranks).cluster
             gpu_selection.claim(gpu_selection.choose(cluster.device, cluster.window, found))
     comm = world()
     assert comm is not None, "called on a rank"
