@@ -189,7 +189,7 @@ def cores(n: int) -> Finding:
 
 def shared_memory(free: int) -> Finding:
     """Judge the free bytes in the directory of shared memory."""
-    found = f"{free / 2**20:,.0f} MiB free in {windows.directory()}, where windows live"
+    found = f"{free / 2**20:,.0f} MiB free in {windows.directory()}, which holds the windows"
     if free >= SHM_BYTES:
         return Finding("shared memory", "ok", found)
     return Finding(

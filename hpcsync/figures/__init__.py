@@ -29,16 +29,13 @@ class About(NamedTuple):
 
 
 FIGURES = {
-    "accuracy": About("accuracy and loss on held-out data, against time and against samples"),
+    "accuracy": About("accuracy and loss on held-out data, against time and samples"),
     "adaptive": About("k and batch sizes, as chosen during the run", ("workers",)),
-    "consensus": About("distance between the workers' weights, if each worker has its own"),
-    "controller": About("decisions of DSSP's controller and their inputs; a figure per run", ("workers",)),
-    "leads": About("lead of each worker over the slowest one, and the bound of the paradigm"),
+    "consensus": About("distance between the workers' weights, if each has its own"),
+    "controller": About("decisions of DSSP's controller and their inputs", ("workers",)),
+    "leads": About("lead of each worker over the slowest, and the paradigm's bound"),
     "staleness": About("staleness of the applied pushes, over time and as a histogram"),
-    "timeline": About(
-        "compute, wait and transfer of each worker over time, events; a panel per run",
-        ("workers", "from_s", "to_s"),
-    ),
+    "timeline": About("compute, wait and transfer of each worker over time, events", ("workers", "from_s", "to_s")),
     "waiting": About("shares of compute, wait and transfer in each worker's time", ("workers",)),
 }
 

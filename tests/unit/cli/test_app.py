@@ -151,5 +151,6 @@ def test_help_of_80_columns_shows_whole_summaries_and_dots_only_where_arguments_
     monkeypatch.setenv("COLUMNS", "80")
     for arguments in ((), ("plan",)):
         assert "..." not in run(*arguments, "--help").stdout.split("Commands:")[1]
+    assert max(map(len, run("figure", "--help").stdout.splitlines())) <= 80
     for command in ("launch", "compare", "report", "export", "figure", "bench"):
         assert run(command, "--help").stdout.count("...") == 1 + (command == "compare") * 2  # KEY=[VALUE, ...]
