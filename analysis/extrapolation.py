@@ -37,6 +37,7 @@ ITERATION_S, JITTER = 0.1, 0.1
 PROFILE_UPDATES, ITERATIONS = 150, 100
 PARADIGMS = ("bsp", "asp")
 SEEDS = 3  # as many as the advice predicts with
+SEEDS_OF_CLUSTER = 100  # the first of the profile, then those of the runs beside predictions, the last of predictions
 KINDS = {
     "alike": lambda draw, n: np.ones(n),
     "by 10 %": lambda draw, n: np.exp(0.1 * draw.standard_normal(n)),
@@ -59,18 +60,20 @@ def main(
 
 def predictions(kind: str, number: int, measured: int) -> Iterator[dict[str, Any]]:
     """Yield what is predicted for one cluster, and what comes."""
-    draw = np.random.default_rng([number, list(KINDS).index(kind)])
+    place = list(KINDS).index(kind)
+    draw = np.random.default_rng([number, place, 0, 1])  # no stream of a job's seed
+    first = SEEDS_OF_CLUSTER * (number * len(KINDS) + place)
     seconds = (ITERATION_S * KINDS[kind](draw, max(WORKERS))).tolist()
     with tempfile.TemporaryDirectory() as folder:
-        profile = run(job("bsp", seconds[:measured], number, {"updates": PROFILE_UPDATES}), Path(folder) / "profile")
-        for n, paradigm in itertools.product(WORKERS, PARADIGMS):
+        profile = run(job("bsp", seconds[:measured], first, {"updates": PROFILE_UPDATES}), Path(folder) / "profile")
+        for i, (n, paradigm) in enumerate(itertools.product(WORKERS, PARADIGMS), 1):
             stop = {"samples": n * ITERATIONS}
             times = [
                 duration_s(run(predicting(profile, paradigm, n, seed, stop, Path(folder)), folder_of(folder, seed)))
-                for seed in range(1000 * number, 1000 * number + SEEDS)
+                for seed in range(first + SEEDS_OF_CLUSTER - SEEDS, first + SEEDS_OF_CLUSTER)
             ]
             found = prediction([SimpleNamespace(time_to_target_s=time, samples_per_s=None) for time in times])
-            came = duration_s(run(job(paradigm, seconds[:n], 1000 + number, stop), folder_of(folder, SEEDS)))
+            came = duration_s(run(job(paradigm, seconds[:n], first + i, stop), folder_of(folder, SEEDS)))
             yield {"kind": kind, "cluster": number, "workers": n, "paradigm": paradigm, "came_s": came, **found}
 
 

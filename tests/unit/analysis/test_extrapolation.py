@@ -24,3 +24,10 @@ def test_each_cluster_is_predicted_beside_what_comes(short, tmp_path, capsys):
     assert ratio[rows["kind"] == "alike"].between(0.9, 1.1).all(), "equal workers hold no surprise"
     assert ratio[rows["workers"] == 2].between(0.9, 1.1).all(), "nor do those that were measured"
     assert "Predicted from 2 workers" in capsys.readouterr().out
+
+
+def test_no_two_runs_draw_the_same_times(short, tmp_path, monkeypatch):
+    seeds, job = [], extrapolation.job
+    monkeypatch.setattr(extrapolation, "job", lambda *given: (seeds.append(given[2]), job(*given))[1])
+    extrapolation.main(measured=2, clusters=2, out=tmp_path)
+    assert len(seeds) == 2 * 2 * (1 + 2 * 2) == len(set(seeds))
