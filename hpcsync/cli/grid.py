@@ -235,7 +235,7 @@ def _refuse_other_job(run: Run) -> None:
     if job.paradigm.open_keys and job.paradigm.name == before.paradigm.name:  # chosen when the run began
         chosen = {key: getattr(before.paradigm, key) for key in job.paradigm.open_keys}
         job = job.model_copy(update={"paradigm": replace(job.paradigm, **chosen)})
-    if before.to_toml() != job.to_toml():
+    if jobs.used(before) != jobs.used(job):
         raise JobError(f"--out: {run.folder} holds a run of another job; give another folder")
 
 

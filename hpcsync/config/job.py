@@ -453,6 +453,14 @@ def refuse_unused(job: Job, table: Mapping[str, Any]) -> None:
             raise JobError(f"{'.'.join(key)} = {shown(value)}: must be omitted with {beside}, {why}")
 
 
+def used(job: Job) -> dict[str, Any]:
+    """Return the table of a job without the settings that it ignores, with which a run may have begun."""
+    table = tomllib.loads(job.to_toml())
+    for each in [*excluded(table)]:
+        _pop(table, each.key)
+    return table
+
+
 def refuse_unevaluated(job: Job, reason: str) -> None:
     """Raise JobError if the job has a key that needs evaluations, with the reason why there are none."""
     for key in ("target_accuracy", "target_loss"):

@@ -8,7 +8,6 @@ has reached the disk. Renaming is atomic: at whatever moment a run is killed, a 
 from __future__ import annotations
 
 import shutil
-import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hpcsync.config.errors import JobError, shown
-from hpcsync.config.job import Job
+from hpcsync.config.job import Job, used
 from hpcsync.core.assignments import create_paradigm
 from hpcsync.core.coordinator import Coordinator, Recorder, coordinate
 from hpcsync.core.peer_coordinator import PeerCoordinator
@@ -208,7 +207,7 @@ def resumed(folder: Path) -> Resumed | None:
 
 def refuse_other_job(before: Job, job: Job) -> None:
     """Raise JobError if a run that began with one job cannot resume with another."""
-    old, new = (tomllib.loads(each.to_toml()) for each in (before, job))
+    old, new = used(before), used(job)
     for table in sorted((old.keys() | new.keys()) - set(FREE)):
         if old.get(table) != new.get(table):
             key, was, now = _difference(table, old.get(table), new.get(table))

@@ -90,6 +90,15 @@ def test_changes_that_a_resumed_run_may_make(changed, line):
         assert str(told.value) == line
 
 
+def test_a_setting_that_is_ignored_may_change():
+    """An override may drop one with which a run of an earlier version began."""
+    before, now = (make_job(batches={"policy": "equal", **more}) for more in ({"minimum": 2}, {}))
+    checkpoint.refuse_other_job(before, now)
+    before, now = (make_job(batches={"policy": "proportional", **more}) for more in ({"minimum": 2}, {}))
+    with pytest.raises(JobError, match=r"^batches\.minimum = 1: must be 2, as it was when the run began$"):
+        checkpoint.refuse_other_job(before, now)
+
+
 def test_a_switch_at_a_share_of_the_samples_stays_where_it_was():
     switch = {"name": "sync-switch", "then": {"name": "asp"}, "share": 0.5}
     by_share, longer = (make_job(paradigm=switch, stop={"samples": n}) for n in (160, 320))
