@@ -187,7 +187,14 @@ class Session(ABC):
         ----------
         loss
             Mean loss of a batch.
+
+        Raises
+        ------
+        ValueError
+            If it is a tensor of several numbers.
         """
+        if isinstance(loss, torch.Tensor) and loss.numel() != 1:
+            raise ValueError(f"loss of shape {tuple(loss.shape)}: must be one number, such as the mean of the batch")
         self._losses.append(loss.detach() if isinstance(loss, torch.Tensor) else loss)
 
     def no_sync(self) -> AbstractContextManager[None]:

@@ -79,3 +79,16 @@ def test_a_loop_may_draw_its_next_batch_before_each_step(stop):
             with pytest.raises(JobError, match="step was called without a batch"):
                 sgd.step()  # control: nor has a gradient been computed
     assert steps == ([True] * 4 + [False] if stop else [True] * 6)
+
+
+def test_a_loss_of_several_numbers_is_refused_where_it_is_recorded():
+    model = nn.Linear(4, 1)
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    with hpcsync.connect(model, sgd) as sync:
+        for x, y in sync.shard(DataLoader(DATA, 4)):
+            losses = (model(x) - y) ** 2
+            sgd.zero_grad()
+            losses.mean().backward()
+            with pytest.raises(ValueError, match=r"loss of shape \(4, 1\): must be one number, such as the mean"):
+                sync.step(losses)
+            sync.step(losses.mean().view(1, 1))
