@@ -12,7 +12,7 @@ def main(path: Path, *, recompute: bool) -> int:
     """Audit a trace and print the result; return the exit status, 2 also if it cannot be recomputed."""
     if not recompute:
         return trace_audit.main(path)
-    from hpcsync.config.user_code import user_code
+    from hpcsync.config.user_code import import_beside, user_code
     from hpcsync.simulator import recompute as again
     from hpcsync.simulator.simulated_again import is_simulation, simulated_again
     from hpcsync.trace.reader import Trace, TraceError, load
@@ -24,6 +24,7 @@ def main(path: Path, *, recompute: bool) -> int:
             return simulated_again(trace)
         return again.recompute(trace, say=lambda line: print(line, flush=True))
 
+    import_beside(".")
     try:
         if not is_simulation(trace := load(path)):
             again.check_determined(trace)

@@ -251,7 +251,7 @@ def _remarks(rows: Sequence[Row], targets: set[str | None], common: int, seeds: 
     if any(row.runs < len(seeds) for row in rows):
         lines.append(f"the variants have different seeds; differences and probabilities use the common ones ({common})")
     if targets != {None} and any(row.arrived < row.runs for row in rows):
-        lines.append("n of m: so many runs reached the target; the others have no time, and their variant no mean")
+        lines.append("n of m: n of the m runs reached the target; the others have no time, and their variant no mean")
     return lines
 
 

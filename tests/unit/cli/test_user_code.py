@@ -27,6 +27,16 @@ def make():
     model = torch.nn.Linear(2, 1)
     return hpcsync.Workload(model, None, None, None)
 """
+TRAINED = """
+import torch
+import hpcsync
+def loss(model, x, y):
+    return torch.nn.functional.mse_loss(model(x), y)
+def make():
+    x = torch.randn(64, 2)
+    data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+    return hpcsync.Workload(torch.nn.Linear(2, 1), loss, data, None)
+"""
 
 
 @pytest.fixture
@@ -54,6 +64,16 @@ def test_show_imports_nothing_of_the_user_without_load(job: Path) -> None:
 def test_a_simulation_names_the_module_before_it_is_imported(job: Path) -> None:
     assert f"importing the workload from module mine ({job.parent / 'mine.py'})" in said(job, "simulate", job)
     assert (job.parent / "imported").exists()
+
+
+def test_an_audit_finds_the_module_in_the_current_folder(job: Path) -> None:
+    """Also as the installed command, for which Python does not look there (`-P`)."""
+    (job.parent / "mine.py").write_text(TRAINED)
+    said(job, "simulate", job, "--out", "run")
+    line = [sys.executable, "-P", "-m", "hpcsync", "audit", "run", "--recompute"]
+    done = subprocess.run(line, cwd=job.parent, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert f"importing the workload from module mine ({job.parent / 'mine.py'})" in done.stdout
 
 
 def test_a_file_beside_the_job_takes_no_package_s_place(job: Path) -> None:

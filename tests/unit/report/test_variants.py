@@ -79,7 +79,7 @@ def test_rows_of_three_variants() -> None:
     assert bsp.fastest == 0.0
     assert asp.fastest + ssp.fastest == pytest.approx(1.0)
     assert ssp.fastest == pytest.approx((2 / 3) ** 3, abs=0.02)
-    assert any("so many runs reached the target" in line for line in found.remarks)
+    assert any("n of the m runs reached the target" in line for line in found.remarks)
 
 
 def test_means_need_a_value_of_every_run() -> None:
