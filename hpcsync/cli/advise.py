@@ -197,7 +197,11 @@ class _Adviser:
         """Raise JobError for a candidate that does not suit the job, or the shortest trial."""
         from hpcsync.core.job_validation import check
 
-        check(Job.from_table(self._trials.table(trained, self._job.seed, 1e9)))
+        table = self._trials.table(trained, self._job.seed, 1e9)
+        jobs.drop_excluded(table, {("paradigm",)})
+        job = Job.from_table(table)
+        jobs.refuse_unused(job, table)
+        check(job)
         try:
             Job.from_table(self._trials.table(trained, self._job.seed, shortest_s))
         except JobError as error:

@@ -364,9 +364,12 @@ def test_a_candidate_of_a_job_that_compresses_may_be_uncompressed(job, tmp_path)
 
 
 def test_candidates_that_do_not_suit_the_job_are_named_with_the_reason(job, tmp_path, capsys):
-    three = ("bsp", "asp", "{name = 'k-sync', k = 4}")
-    assert main(job, Asked(paradigms=three, out=tmp_path / "out")) == 0
-    assert "Not tried: k-sync k=4 (paradigm.k = 4: must be" in capsys.readouterr().out
+    fixed = "{name = 'adsp', commits = 2, search_every_s = 5.0}"  # its `advised.toml` would be refused
+    four = ("bsp", "asp", "{name = 'k-sync', k = 4}", fixed)
+    assert main(job, Asked(paradigms=four, out=tmp_path / "out")) == 0
+    said = capsys.readouterr().out
+    assert "Not tried: k-sync k=4 (paradigm.k = 4: must be" in said
+    assert "(paradigm.search_every_s = 5.0: must be omitted with paradigm.commits = 2, where nothing" in said
     with pytest.raises(JobError, match="fewer than two candidates suit the job"):
         main(job, Asked(paradigms=("bsp", "nothing"), out=tmp_path / "out"))
     with pytest.raises(JobError, match="--paradigm bsp: must be given at least twice, for different candidates"):
