@@ -232,7 +232,7 @@ class Session(ABC):
 
         Its loop draws the next batch before each step, or another optimizer's step with that batch ended the run.
         """
-        return self.stopped and not iterations.under_way and (n_optimizers > 1 or iterations.drew_ahead)
+        return self.stopped and (iterations.under_way or iterations.drew_ahead or n_optimizers > 1)
 
     def _leave(self, joins_s: float) -> bool:
         """Leave before the next batch; return True if the worker joins again at `joins_s`.

@@ -209,9 +209,9 @@ class PeerSession(RankSession):
 
     @property
     def _is_of_step(self) -> bool:
-        """True if a backward pass is one of a step, and not of an evaluation between steps."""
+        """True if a backward pass is one of a step, and not of an evaluation between steps or after the end."""
         several = self._script is not None and self._script.only is None  # a further one steps with the same batch
-        return self._iterations.under_way or (several and self._iterations.in_loop)
+        return not self.stopped and (self._iterations.under_way or (several and self._iterations.in_loop))
 
     @property
     def _overlaps(self) -> bool:

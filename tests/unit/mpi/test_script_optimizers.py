@@ -322,6 +322,21 @@ def test_the_next_batch_may_be_drawn_before_the_step(comm, needs, folder, monkey
         assert [check for check in audit(load(folder / "run" / "trace.h5")) if not check.passed] == []
 
 
+@pytest.mark.parametrize("paradigm", ["bsp", "allreduce"])
+@pytest.mark.parametrize("script", [prefetching, prefetching_and_differentiating])
+def test_a_run_may_end_while_the_next_batch_has_been_drawn(comm, needs, folder, script, paradigm):
+    needs(2)
+    model, n_workers = Net().double(), comm.size - (paradigm == "bsp")
+    optimizer = sgd(model)
+    settings = {"stop": {"updates": STEPS // 2}, "out": folder / "run", "comm": comm}
+    with hpcsync.connect(model, optimizer, paradigm, **settings) as sync:
+        script(model, optimizer, sync.shard(data(BATCH * n_workers * STEPS), BATCH), sync)
+    if comm.rank == 0:
+        trace = load(folder / "run" / "trace.h5")
+        assert len(trace.tables["updates"]) == STEPS // 2
+        assert [check for check in audit(trace) if not check.passed] == []
+
+
 @pytest.mark.parametrize("broken", ["numbers", "presence"])
 def test_a_server_that_ignores_what_workers_state_is_noticed(comm, needs, folder, monkeypatch, broken):
     needs(2)
