@@ -209,8 +209,11 @@ class Trials:
             raise JobError(f"advise: {about}: a process that simulates was killed: out of memory?") from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-            for process in multiprocessing.active_children():
+            left = multiprocessing.active_children()
+            for process in left:
                 process.terminate()
+            for process in left:
+                process.join()  # until then the folder of its run is locked
 
 
 def simulate_one(job: Job, folder: Path, path: str) -> int:
