@@ -24,9 +24,9 @@ The switch also takes the tickets that the receiver has seen from the word, so t
 0. Tickets that were issued between that look and the switch are left in the word: the other inbox begins after them,
 and its first slots stay empty this time.
 
-A vector is added to the sum by `MPI_Accumulate` on one node. Between hosts, where that takes many times as long as a
-put (Open MPI, two senders at once), senders take turns, and each gets the sum and puts it back: turn n begins when n
-vectors have been added. Slots avoid both, which need another transfer and do not work in GPU memory.
+A vector is added to the sum by `MPI_Accumulate` on one node, which MPI does not support for GPU memory. Between hosts,
+where that takes many times as long as a put (Open MPI, two senders at once), senders take turns, and each gets the sum
+and puts it back: turn n begins when n vectors have been added. Either takes longer than a put into a slot.
 
 A sender that dies leaves a ticket without a vector. Every rank therefore says in its own memory to which rank it is
 sending; nobody looks there until a rank has died (`forget`) and an inbox is not complete. What is missing once every

@@ -276,34 +276,25 @@ class DoesNotFlushItsLastBlock(PushInbox):
 
 
 @pytest.mark.parametrize(
-    ("broken", "message"),
+    ("senders", "broken", "message"),
     [
-        (AddsOutOfTurn, "lost|sum|not kept"),
-        (KeepsTurns, "waits forever"),
-        (DoesNotFlushItsLastBlock, "lost|sum|died before the flush|not kept"),
-        (KeepsSums, "twice|sum|lost|not kept"),
+        (Senders, DoesNotWait, "lost|sum|died|twice|not kept"),
+        (Senders, LooksBeforeItTakesATicket, "lost|sum|twice|not kept"),
+        (Senders, CountsEarlierTickets, "lost|sum|twice|not kept"),
+        (Senders, BeginsAtTheFirstSlot, "lost|not kept"),
+        (Senders, CountsSumsTooEarly, "lost|sum|twice|died|not kept"),
+        (Senders, WeighsTooEarly, "sum|lost|not kept"),
+        (Senders, KeepsWeights, "twice|sum|lost|not kept"),
+        (Senders, KeepsSums, "twice|sum|lost|not kept"),
+        (Senders, WaitsForTheDead, "lost|not kept"),
+        (Senders, TakesTheLivingForDead, "lost|sum|twice|not kept"),
+        (Senders, SaysTooLateThatItSends, "lost|sum|twice|not kept"),
+        (Senders, ForgetsWhatWasKept, "lost|not kept"),
+        (SendersOnHosts, AddsOutOfTurn, "lost|sum|not kept"),
+        (SendersOnHosts, KeepsTurns, "waits forever"),
+        (SendersOnHosts, DoesNotFlushItsLastBlock, "lost|sum|died before the flush|not kept"),
+        (SendersOnHosts, KeepsSums, "twice|sum|lost|not kept"),
     ],
 )
-def test_a_broken_inbox_on_hosts_is_caught(broken, message):
-    assert_caught(type("Broken", (SendersOnHosts,), {"inbox_class": broken}), message)
-
-
-@pytest.mark.parametrize(
-    ("broken", "message"),
-    [
-        (DoesNotWait, "lost|sum|died|twice|not kept"),
-        (LooksBeforeItTakesATicket, "lost|sum|twice|not kept"),
-        (CountsEarlierTickets, "lost|sum|twice|not kept"),
-        (BeginsAtTheFirstSlot, "lost|not kept"),
-        (CountsSumsTooEarly, "lost|sum|twice|died|not kept"),
-        (WeighsTooEarly, "sum|lost|not kept"),
-        (KeepsWeights, "twice|sum|lost|not kept"),
-        (KeepsSums, "twice|sum|lost|not kept"),
-        (WaitsForTheDead, "lost|not kept"),
-        (TakesTheLivingForDead, "lost|sum|twice|not kept"),
-        (SaysTooLateThatItSends, "lost|sum|twice|not kept"),
-        (ForgetsWhatWasKept, "lost|not kept"),
-    ],
-)
-def test_a_broken_inbox_is_caught(broken, message):
-    assert_caught(type("Broken", (Senders,), {"inbox_class": broken}), message)
+def test_a_broken_inbox_is_caught(senders, broken, message):
+    assert_caught(type("Broken", (senders,), {"inbox_class": broken}), message)
