@@ -136,7 +136,8 @@ class _Adviser:
     def advise(self) -> int:
         """Carry out the trials, print the advice and write it."""
         from hpcsync.report import variants
-        from hpcsync.report.advice import Trial, rounded
+        from hpcsync.report.advice import Trial
+        from hpcsync.report.wording import rounded
         from hpcsync.run_dir import layout
 
         limit_s, iteration_s, link_share = self._limit_s()
@@ -319,7 +320,8 @@ class _Adviser:
 
     def _predict(self, trained: Trained, last: Found) -> tuple[dict[str, float], str]:
         """Return the prediction for what is advised, and a sentence that says it."""
-        from hpcsync.report.advice import prediction, rounded
+        from hpcsync.report.advice import prediction
+        from hpcsync.report.wording import rounded
 
         runs, by, why = None, "with seeds that have not chosen it", "the budget was spent"
         begin, number = self._job.seed + FURTHER_SEED, len(SHARES) + 1

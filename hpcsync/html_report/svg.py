@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from markupsafe import Markup, escape
 
+from hpcsync.report.wording import rounded
+
 WIDTH = 440  # of every panel, in units of its own; the page scales it
 _LEFT, _RIGHT, _TOP, _BOTTOM = 54, 14, 12, 42
 
@@ -57,12 +59,8 @@ def path(points: Sequence[tuple[float, float]], class_: str, *, closed: bool = F
 
 
 def number(value: float, digits: int = 4) -> str:
-    """Return a number with so many significant digits, or whole if it has as many before the point; with commas."""
-    if not math.isfinite(value):
-        return "not known"
-    if value == round(value) or abs(value) >= 10 ** (digits - 1):
-        return f"{value:,.0f}"
-    return f"{value:.{digits}g}"
+    """Return a number as `rounded` does, or that it is not known."""
+    return rounded(value, digits) if math.isfinite(value) else "not known"
 
 
 def short(value: float) -> str:

@@ -12,6 +12,7 @@ from hpcsync.html_report.svg import number
 from hpcsync.report.between import WORDS as BETWEEN
 from hpcsync.report.explanation import STRAGGLES
 from hpcsync.report.variants import LEAST_SEEDS, Row, Variants
+from hpcsync.report.wording import plural
 
 
 def of_variants(result: Variants, runs: Mapping[str, Sequence[RunData]]) -> list[str]:
@@ -189,14 +190,6 @@ def checked(runs: Sequence[RunData]) -> str:
 
 
 # ---- words ----
-
-
-def plural(n: int, word: str) -> str:
-    """Return a number with its noun."""
-    if n == 1:
-        return f"1 {word}"
-    first, space, rest = word.partition(" ")
-    return f"{n:,} {first}s{space}{rest}"
 
 
 def listed(words: Sequence[str]) -> str:

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from hpcsync.report.summary import Summary
 from hpcsync.report.variants import LEAST_SEEDS, Row, Variants
+from hpcsync.report.wording import rounded
 
 MARGIN = 0.05  # of the fastest one's time: what a simpler candidate may cost
 TIMED = ("to the target", "time (s)", "behind (s)", "fastest")  # title and columns of a table
@@ -253,11 +254,6 @@ def _words(value: Any) -> str:
     if value is None:
         return ""
     return rounded(value.mean) + ("" if value.half_width is None else f" ± {rounded(value.half_width, 2)}")
-
-
-def rounded(value: float, digits: int = 4) -> str:
-    """Return a number with so many significant digits, or whole if it has as many before the point; with commas."""
-    return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
 
 
 def numbers(advice: Advice) -> list[dict[str, Any]]:

@@ -22,6 +22,7 @@ from hpcsync.config.predicted import Prediction
 from hpcsync.report import between
 from hpcsync.report.aggregate import Tally
 from hpcsync.report.lead import push_leads
+from hpcsync.report.wording import plural
 from hpcsync.trace import schema
 from hpcsync.trace.reader import Trace, TraceFile
 from hpcsync.trace.schema import Rows
@@ -324,14 +325,14 @@ def table(summary: Summary) -> RenderableType:
 
 
 def _head(summary: Summary) -> RenderableType:
-    servers = f"{_counted(summary.n_servers, 'server')}, " if summary.n_servers else ""
+    servers = f"{plural(summary.n_servers, 'server')}, " if summary.n_servers else ""
     status = Text(summary.status, "green" if summary.status == "finished" else "bold red")
     head = Table.grid(padding=(0, 2))
     head.add_column(style="dim", no_wrap=True)
     head.add_column()
     head.add_row("run", Text.assemble((summary.name, "bold"), ", ", status))
     mode = f" ({summary.mode})" if summary.mode else ""
-    crew = f"{servers}{_counted(summary.n_workers, 'worker')}{_groups(summary)}"
+    crew = f"{servers}{plural(summary.n_workers, 'worker')}{_groups(summary)}"
     head.add_row("paradigm", f"{summary.paradigm}{mode}, {crew}")
     if summary.deaths:
         head.add_row("died", _died(summary.deaths))
@@ -344,7 +345,7 @@ def _head(summary: Summary) -> RenderableType:
         head.add_row("events", _missed(summary.events_missed, summary.events))
     head.add_row("time", f"{summary.duration_s:.2f} s (tracing took {_tiny(summary.tracing_overhead_s)})")
     rate = f" ({summary.samples_per_s:,.0f} per second)" if summary.samples_per_s else ""
-    head.add_row("work", f"{_counted(summary.updates, 'update')}, {_counted(summary.samples, 'sample')}{rate}")
+    head.add_row("work", f"{plural(summary.updates, 'update')}, {plural(summary.samples, 'sample')}{rate}")
     if summary.k_last is not None:
         changed = (
             f" at the end, from {summary.k_least} to {summary.k_most}" if summary.k_least != summary.k_most else ""
@@ -379,10 +380,6 @@ def _head(summary: Summary) -> RenderableType:
     return head
 
 
-def _counted(n: int, what: str) -> str:
-    return f"{n:,} {what}{'s' if n != 1 else ''}"
-
-
 # Appended to the result of evaluations, by `evaluation.buffers`.
 _BUFFERS = {"worker": "", "mean": " (mean of the workers' buffers)", "recompute": " (recomputed statistics)"}
 
@@ -411,7 +408,7 @@ def _drops(summary: Summary) -> str:
     at_the_end = (summary.dropped or 0) - sum(n or 0 for _, n in known)
     why = ", ".join(f"{n:,} {name}" for name, n in [*known, ("at the end", at_the_end)] if n)
     share = f" ({_percent(summary.dropped_share)} of all samples)" if why else ""
-    return f"{_counted(summary.dropped or 0, 'contribution')}{share}{why and ': '}{why}"
+    return f"{plural(summary.dropped or 0, 'contribution')}{share}{why and ': '}{why}"
 
 
 def _died(deaths: Sequence[Death]) -> str:

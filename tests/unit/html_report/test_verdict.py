@@ -10,10 +10,11 @@ import pytest
 
 from hpcsync.audit.check import Check
 from hpcsync.html_report.run_data import RunData, read
-from hpcsync.html_report.verdict import checked, of_variants, plural
+from hpcsync.html_report.verdict import checked, of_variants
 from hpcsync.report.explanation import explain
 from hpcsync.report.summary import Summary, WorkerSummary, summarize
 from hpcsync.report.variants import compare
+from hpcsync.report.wording import plural
 from hpcsync.trace.reader import load
 from tests.unit.html_report.pages import simulated
 

@@ -1,0 +1,16 @@
+"""Numbers and nouns in the text of reports."""
+
+from __future__ import annotations
+
+
+def rounded(value: float, digits: int = 4) -> str:
+    """Return a number with so many significant digits, or whole if it has as many before the point; with commas."""
+    return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
+
+
+def plural(n: int, words: str) -> str:
+    """Return a number with its noun, the first of the words."""
+    if n == 1:
+        return f"1 {words}"
+    first, space, rest = words.partition(" ")
+    return f"{n:,} {first}s{space}{rest}"
