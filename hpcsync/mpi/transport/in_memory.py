@@ -15,7 +15,6 @@ import operator
 import random
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,7 +22,7 @@ import numpy as np
 from mpi4py import MPI
 
 from hpcsync.mpi.transport import cuda
-from hpcsync.mpi.transport.turns import Turns
+from hpcsync.mpi.transport.turns import Turns, Wait
 
 WORD_BYTES = 8  # copied at once
 WORDS_BYTES = cuda.paged(1)  # a window of at most so many bytes may hold words that ranks wait for
@@ -31,9 +30,6 @@ PAUSE_S = 5e-3  # longest pause of a rank that waits: it may wait for a time, to
 OFFERED = 1 / 16  # share of operations that do not wait at which a rank passes its turn nevertheless
 GARBAGE = 0xA5
 GARBAGE_BYTES = 1 << 20  # memory beyond this is zero, and not committed before it is used
-
-
-_sleep = time.sleep  # the ranks' own is another
 
 
 class Aborted(BaseException):
@@ -73,7 +69,7 @@ class World:
         self.causes: list[BaseException] = []  # what ranks have raised
         self.ended = threading.Event()
         self.threads: list[threading.Thread] = []  # of the ranks, and those that they start
-        self._changed = [threading.Condition(self.lock) for _ in range(n_ranks)]
+        self._waits: list[list[Wait]] = [[] for _ in range(n_ranks)]  # of each rank's threads
         self._n_changes = [0] * n_ranks
         self._seen = threading.local()  # what a thread that waits has seen of the changes for its rank
         self._chance = random.Random(0)
@@ -91,45 +87,52 @@ class World:
             if cause is not None:
                 self.causes.append(cause)
             self.ended.set()
-            for changed in self._changed:
-                changed.notify_all()
+            for rank in range(self.n_ranks):
+                self.notify(rank)
 
     def operate(self) -> None:
         """Mark an operation that does not wait: now and then, other ranks go first."""
         self.check()
-        if self._chance.random() < OFFERED and self.turns.mine:
-            if not self.turns.asked_for:
-                _sleep(0)  # a rank that has just been woken then asks for its turn
+        if self._chance.random() < OFFERED:
             self.turns.offer()
 
     def notify(self, rank: int) -> None:
-        """Wake the threads of a rank that wait; the caller holds the lock."""
+        """End the waits of a rank's threads that have what they wait for; the caller holds the lock."""
         self._n_changes[rank] += 1
-        self._changed[rank].notify_all()
+        waits, self._waits[rank] = self._waits[rank], []
+        for wait in waits:
+            if self.ended.is_set() or wait.ready():
+                self.turns.end(wait)
+            else:
+                self._waits[rank].append(wait)
 
     def wait(self, rank: int, ready: Callable[[], bool]) -> None:
         """Wait until `ready()`, which `notify` of this rank announces."""
+        self._wait(rank, ready)
         self.check()
-        with self.lock:
-            if ready():
-                return
-        with self.turns.passed(), self.lock:
-            while not ready():
-                self.check()
-                self._changed[rank].wait()
 
     def pause(self, rank: int) -> None:
         """Wait for `PAUSE_S`, or until something has changed for this rank since this thread's latest pause."""
-        self.check()
         seen = getattr(self._seen, "n_changes", -1)
-        if seen == self._n_changes[rank]:
-            with self.turns.passed(), self.lock:
-                if seen == self._n_changes[rank] and not self.ended.is_set():
-                    self._changed[rank].wait(PAUSE_S)
-            self.check()
-        else:
+        if not self._wait(rank, lambda: self._n_changes[rank] != seen, PAUSE_S):
             self.turns.offer()
+        self.check()
         self._seen.n_changes = self._n_changes[rank]
+
+    def _wait(self, rank: int, ready: Callable[[], bool], limit_s: float = -1.0) -> bool:
+        """Wait until `ready()`, for so long at most; return False if nothing had to be waited for."""
+        with self.lock:
+            if self.ended.is_set() or ready():
+                return False
+            wait = self.turns.begin(ready)
+            self._waits[rank].append(wait)
+        if not self.turns.wait(wait, limit_s):
+            with self.lock:
+                if wait in self._waits[rank]:
+                    self._waits[rank].remove(wait)
+                    self.turns.end(wait)
+            self.turns.wait(wait)
+        return True
 
     def sleep(self, seconds: float) -> None:
         """Sleep, while other ranks compute."""

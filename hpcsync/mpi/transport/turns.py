@@ -43,6 +43,24 @@ class ProcessState:
         sys.excepthook = self.excepthook
 
 
+class Wait:
+    """Wait of a thread until `Turns.end` is called for it.
+
+    Parameters
+    ----------
+    ready
+        Whether what the thread waits for has happened.
+    has_turn
+        Whether the thread had a turn: then it waits for one again, too.
+    """
+
+    def __init__(self, ready: Callable[[], bool], has_turn: bool) -> None:
+        self.ready = ready
+        self.has_turn = has_turn
+        self.gate = threading.Lock()
+        self.gate.acquire()
+
+
 class Turns:
     """Turns of ranks: one of them computes at a time, in the order in which they ask for it."""
 
@@ -68,11 +86,6 @@ class Turns:
         """Whether this thread has the turn."""
         return getattr(self._own, "has", False)
 
-    @property
-    def asked_for(self) -> bool:
-        """Whether a rank waits for its turn."""
-        return bool(self._gates)
-
     def leave(self) -> None:
         """End this thread's turn."""
         if self.mine:
@@ -96,6 +109,34 @@ class Turns:
             self._give()
             self._take()
 
+    def begin(self, ready: Callable[[], bool]) -> Wait:
+        """Return a new wait of this thread, which `wait` is then called with."""
+        return Wait(ready, self.mine)
+
+    def wait(self, wait: Wait, limit_s: float = -1.0) -> bool:
+        """Let other ranks compute until this wait has ended and this thread has its turn again.
+
+        Returns
+        -------
+        bool
+            False if `limit_s` ended first: `end` and `wait` are then to be called once more.
+        """
+        if self.mine:
+            self._give()
+        ended = wait.gate.acquire(timeout=limit_s)
+        if ended and wait.has_turn:
+            self._start()
+        return ended
+
+    def end(self, wait: Wait) -> None:
+        """End a wait. A thread of a rank runs only once it has its turn, so that it is woken once."""
+        with self._guard:
+            if wait.has_turn and self._taken:
+                self._gates.append(wait.gate)
+            else:
+                self._taken |= wait.has_turn
+                wait.gate.release()
+
     @contextlib.contextmanager
     def own_draws(self) -> Iterator[None]:
         """Let the functions of `random` use a rank's own generator in its thread."""
@@ -117,15 +158,11 @@ class Turns:
                 setattr(random, name, draw)
 
     def _take(self) -> None:
-        with self._guard:
-            gate = None
-            if self._taken:
-                gate = threading.Lock()
-                gate.acquire()
-                self._gates.append(gate)
-            self._taken = True
-        if gate is not None:
-            gate.acquire()  # released by the rank that gives its turn
+        asked = Wait(bool, has_turn=True)
+        self.end(asked)
+        self.wait(asked)
+
+    def _start(self) -> None:
         self._own.has = True
         if self._latest != self._own.rank:
             if self._latest is not None:

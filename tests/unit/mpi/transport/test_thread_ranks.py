@@ -30,7 +30,7 @@ from hpcsync.mpi.transport.in_memory import MemoryWindow, Message, Post, World
 from hpcsync.mpi.transport.node_topology import on_one_node
 from hpcsync.mpi.transport.published_replica import PublishedReplica
 from hpcsync.mpi.transport.thread_ranks import TimeLimit, run
-from hpcsync.mpi.transport.turns import ProcessState
+from hpcsync.mpi.transport.turns import ProcessState, Wait
 from hpcsync.mpi.transport.window import Window
 from hpcsync.paradigms.peer_method import StepCounts
 from tests.mpi.training import failures, simulated
@@ -275,6 +275,39 @@ def test_a_rank_is_woken_by_the_counters_of_a_mean(words, monkeypatch):
     took_s: list[float] = []
     run(2, body)
     assert (min(took_s) < 1.5) == words, took_s
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_a_rank_that_waits_is_woken_once(ready, monkeypatch):
+    """The control: ranks that are woken by whatever changes for them take a turn for each of these messages."""
+
+    def body(comm: Any) -> None:
+        received = np.zeros(1)
+        if comm.rank == 0:
+            comm.Recv(received, source=1, tag=2)
+            assert received == 100
+        else:
+            comm.world.sleep(0.1)  # rank 0 waits then
+            ended.clear()
+            for n in range(100):
+                comm.Send(np.full(1, float(n)), 0, tag=1)
+            comm.Send(np.full(1, 100.0), 0, tag=2)
+            n_woken.append(sum(wait.ready is not bool for wait in ended))
+
+    ended: list[Wait] = []
+    n_woken: list[int] = []
+    world = World(2)
+    end = world.turns.end
+    monkeypatch.setattr(world.turns, "end", lambda wait: (ended.append(wait), end(wait)))
+    if not ready:
+
+        def wait_for_anything(rank: int, ready: Any) -> None:
+            while not ready():
+                World._wait(world, rank, iter([False, *[True] * 100]).__next__)
+
+        monkeypatch.setattr(world, "wait", wait_for_anything)
+    run(2, body, world=world)
+    assert (n_woken == [1]) == ready, n_woken
 
 
 def test_a_rank_may_wait_for_a_thread_that_waits_for_other_ranks():
