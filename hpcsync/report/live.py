@@ -11,6 +11,7 @@ import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
 from hpcsync.config.errors import printable
+from hpcsync.paradigms.records import Problem
 from hpcsync.report.between import Between
 from hpcsync.trace.schema import EVENTS, Change, Outcome, Phase, Rows
 
@@ -20,6 +21,7 @@ WINDOWS = 6  # parts of it, whose rates give the interval of the time left
 MANY_STALLS = 3
 PHASES = {int(phase): phase.name.lower() for phase in Phase}
 PARTS = ("load", "compute", "wait", "comm")  # of a worker's time
+KINDS_NOT_FINITE = {Problem.LOSS_NOT_FINITE: "loss", Problem.GRADIENT_NOT_FINITE: "gradient"}
 Text = Annotated[str, AfterValidator(printable)]  # the file may be anybody's
 
 
@@ -45,6 +47,24 @@ class Stall(BaseModel):
     now_s: float
     lasted_s: float
     phase: Text
+
+
+class NotFinite(BaseModel):
+    """Steps of a worker that have not been finite, up to its latest one.
+
+    Attributes
+    ----------
+    what
+        "loss", or "gradient" of a step without a recorded loss.
+    iteration
+        The first of these steps.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    worker: int
+    what: Text
+    iteration: int
 
 
 class Workers(BaseModel):
@@ -100,6 +120,10 @@ class Status(BaseModel):
         Largest lead at which a worker starts; None without a bound.
     bound
         The paradigm's rule for which workers wait, as a sentence.
+    loss
+        Loss of the latest step; None if its worker recorded none, or if it is not finite (`not_finite`).
+    not_finite
+        Workers that have diverged: those whose latest loss or gradient was not finite.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -124,6 +148,7 @@ class Status(BaseModel):
     bound: Text
     decisions: tuple[Decision, ...]
     stalls: tuple[Stall, ...]
+    not_finite: tuple[NotFinite, ...] = ()  # a status of an earlier release has none
     workers: Workers
 
 
@@ -184,11 +209,13 @@ class RowTally:
         self._changes: dict[int, str] = {}  # latest change of membership of a worker
         self._decisions: dict[str, Decision] = {}
         self._stalls: dict[int, Stall] = {}
+        self._not_finite: dict[int, NotFinite] = {}
 
     def add(self, table: str, rows: Rows) -> None:
         """Add rows of a table, in the order of the trace; changes of membership precede other rows of their time."""
         if table in ("pushes", "exchanges"):
             self._add_times(rows)
+            self._add_problems(rows)
             self.between.add(rows)
         if table == "pushes":
             applied = rows["outcome"] == Outcome.APPLIED
@@ -222,6 +249,17 @@ class RowTally:
         for seconds, part in zip(self.seconds, PARTS, strict=True):
             seconds += self._sums(rows["worker"], np.nan_to_num(rows[f"{part}_s"]))
 
+    def _add_problems(self, rows: Rows) -> None:
+        found = np.isin(rows["problem"], [*KINDS_NOT_FINITE])
+        if not (self._not_finite or found.any()):
+            return
+        for row in rows[found | (rows["problem"] == Problem.NONE) & (rows["batch_size"] > 0)]:
+            worker, what = int(row["worker"]), KINDS_NOT_FINITE.get(row["problem"])
+            if what is None:
+                self._not_finite.pop(worker, None)
+            elif worker not in self._not_finite:
+                self._not_finite[worker] = NotFinite(worker=worker, what=what, iteration=row["iteration"])
+
     def _sums(self, worker: Rows, values: Rows) -> Rows:
         return np.bincount(worker, values, len(self._n_applied))
 
@@ -246,6 +284,11 @@ class RowTally:
     def stalls(self) -> tuple[Stall, ...]:
         """Latest stalls of different workers, the newest first."""
         return tuple(sorted(self._stalls.values(), key=lambda stall: -stall.now_s)[:MANY_STALLS])
+
+    @property
+    def not_finite(self) -> tuple[NotFinite, ...]:
+        """Workers whose latest step was not finite, in the order in which that began."""
+        return tuple(self._not_finite.values())
 
     def states(self, phases: Sequence[int], done: Sequence[int], active: Container[int]) -> tuple[str, ...]:
         """Return the state of each worker, given its phase, the iterations that it has ended, and who takes part."""

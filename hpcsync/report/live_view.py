@@ -46,7 +46,7 @@ def render(status: Status, age_s: float, console: Console, height: int) -> Rende
         Lines that may be used. Workers that do not fit are folded into one line.
     """
     width = console.width
-    above = [_title(status, age_s), *_progress(status, width)]
+    above = [_title(status, age_s), *_progress(status, width), *_not_finite(status)]
     below = [*_decisions(status), *_stalls(status), Text(status.bound, "dim")]
     n_lines = sum(len(line.wrap(console, width)) if isinstance(line, Text) else 1 for line in (*above, *below))
     room = max(1, height - n_lines - 3)  # heading of the table, line of the folded, prompt
@@ -103,6 +103,15 @@ def _progress(status: Status, width: int) -> list[RenderableType]:
         kind, _, value = status.target.partition(" ")
         counts[-1] += f" (target {value if counts[-1].startswith(kind) else status.target})"
     return [row, Text("  ".join(counts))]
+
+
+def _not_finite(status: Status) -> list[Text]:
+    """Return a line that says since when the run has diverged, if it has."""
+    if not status.not_finite:
+        return []
+    first, n, n_workers = status.not_finite[0], len(status.not_finite), len(status.workers.state)
+    who = f"worker {first.worker}" if n == 1 else f"{n} of {n_workers} workers, first worker {first.worker}"
+    return [Text(f"diverged: {first.what} not finite since iteration {first.iteration:,} ({who})", "bold red")]
 
 
 def _workers(workers: Workers, room: int, width: int, *, served: bool) -> list[RenderableType]:

@@ -169,6 +169,7 @@ class StatusWriter:
             bound=job.paradigm.bound,
             decisions=tally.decisions,
             stalls=tally.stalls,
+            not_finite=tally.not_finite,
             workers=live.columns(tally, self._hosts, snapshot.phases, snapshot.done, snapshot.active),
         )
 

@@ -1,6 +1,7 @@
 """The status of a run under way: what it recounts from rows, the time left, and its view."""
 
 import io
+import json
 import math
 
 import numpy as np
@@ -8,8 +9,21 @@ import pytest
 from rich.console import Console
 
 from hpcsync.paradigms.dssp import DsspOptions
+from hpcsync.paradigms.records import Problem
 from hpcsync.report import live_view
-from hpcsync.report.live import PARTS, VERSION, Decision, Moment, RowTally, Stall, Status, Workers, columns, time_left
+from hpcsync.report.live import (
+    PARTS,
+    VERSION,
+    Decision,
+    Moment,
+    NotFinite,
+    RowTally,
+    Stall,
+    Status,
+    Workers,
+    columns,
+    time_left,
+)
 from hpcsync.report.summary import summarize
 from hpcsync.trace.schema import Phase
 from tests.unit.trace.peer_recorder import record as record_peers
@@ -76,6 +90,28 @@ def test_times_that_elapse_are_no_decisions():
     tally = RowTally(3)
     tally.add("decisions", rows)
     assert [decision.controller for decision in tally.decisions] == ["local-steps"]
+
+
+def steps(*problems, worker=1, first=1):
+    """Return rows of /pushes of a worker, each with its problem."""
+    rows = np.zeros(len(problems), record("asp").tables["pushes"].dtype)
+    rows["worker"], rows["batch_size"], rows["problem"] = worker, 8, problems
+    rows["iteration"] = first + np.arange(len(problems))
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("problem", "what"), [(Problem.LOSS_NOT_FINITE, "loss"), (Problem.GRADIENT_NOT_FINITE, "gradient")]
+)
+def test_a_worker_has_diverged_while_its_latest_step_is_not_finite(problem, what):
+    tally = RowTally(3)
+    tally.add("pushes", steps(Problem.NONE, Problem.SKIPPED))
+    assert tally.not_finite == ()
+    tally.add("pushes", steps(Problem.NONE, problem, problem, Problem.SKIPPED, problem, first=3))
+    tally.add("pushes", steps(Problem.NONE, worker=0))
+    assert tally.not_finite == (NotFinite(worker=1, what=what, iteration=4),)
+    tally.add("pushes", steps(Problem.NONE, first=9))
+    assert tally.not_finite == (), "it has recovered"
 
 
 def moments(shares):
@@ -212,6 +248,22 @@ def test_an_old_status_is_said_to_be_old():
 def test_a_stall_is_shown():
     stall = Stall(worker=2, iteration=101, now_s=11.0, lasted_s=4.0, phase="computing")
     assert "worker 2 stalled at 11.0 s (computing): iteration 101 had lasted 4.0 s" in text(status(stalls=(stall,)))
+
+
+def test_a_run_that_has_diverged_is_no_run_without_a_loss():
+    assert "diverged" not in text(status(loss=None))
+    nan = [NotFinite(worker=w, what="loss", iteration=1234 + w) for w in (2, 0)]
+    shown = status(loss=None, not_finite=nan[:1])
+    assert "diverged: loss not finite since iteration 1,236 (worker 2)" in map(str.rstrip, text(shown).splitlines())
+    shown = status(loss=None, not_finite=nan)
+    assert "since iteration 1,236 (2 of 3 workers, first worker 2)" in text(shown)
+    assert Status.model_validate_json(shown.model_dump_json()).not_finite == tuple(nan)
+
+
+def test_a_status_of_an_earlier_release_is_read():
+    written = json.loads(status().model_dump_json())
+    del written["not_finite"]
+    assert Status.model_validate(written).not_finite == ()
 
 
 def test_it_is_json_and_back():
