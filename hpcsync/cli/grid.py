@@ -73,7 +73,7 @@ def combinations(option: str, axes: Sequence[str], example: str = "seed=[1, 2, 3
     Raises
     ------
     JobError
-        For an axis without an array of values.
+        For an axis without an array of values, or with the same value twice, whose runs would be the same.
     """
     if not axes:
         return []
@@ -88,6 +88,8 @@ def combinations(option: str, axes: Sequence[str], example: str = "seed=[1, 2, 3
             raise JobError(f"{option} {text}: must be KEY=[VALUE, ...], such as {example}")
         if key.strip() in found:
             raise JobError(f"{option} {text}: {key.strip()} must be given once")
+        if twice := [value for i, value in enumerate(parsed) if value in parsed[:i]]:
+            raise JobError(f"{option} {text}: must be different values; {in_one_line(twice[0])} is given twice")
         found[key.strip()] = [f"{key}={in_one_line(value)}" for value in parsed]
     return list(itertools.product(*found.values()))
 

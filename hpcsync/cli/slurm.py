@@ -66,7 +66,10 @@ ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "gpus_per_node": (lambda n: n >= 0, "at least 0"),
     "partition": NAME,
     "mem": (_matching(r"\d+[KMGT]?"), "a whole number of megabytes per node, or one with K, M, G or T, such as 16G"),
-    "time": (_matching(r"(\d+-)?\d+(:\d\d){0,2}"), "minutes, hours:minutes:seconds or days-hours:minutes"),
+    "time": (
+        _matching(r"(\d+|\d+-([01]?\d|2[0-3]))(:[0-5]\d){0,2}"),
+        "minutes, hours:minutes:seconds or days-hours:minutes, with up to 59 minutes of an hour and 23 hours of a day",
+    ),
     "account": NAME,
     "mpi": (_matching(r"\w+"), "pmix, pmi2 or another kind that srun --mpi=list names"),
 }

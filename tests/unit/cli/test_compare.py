@@ -192,7 +192,15 @@ def test_the_other_jobs_folder_is_refused(job: Path, commands: Commands) -> None
             {"tune": ["optimizer.lr=[0.1]"], "vary": ["optimizer.lr=[0.1, 0.2]"]},
             "--tune optimizer.lr: must not be given",
         ),
-        ({"vary": ["optimizer.lr=[0.1, 0.1]"]}, "--vary: lr=0.1 and lr=0.1 must differ"),
+        (
+            {"vary": ["optimizer.lr=[0.1, 0.1]"]},
+            "--vary optimizer.lr=[0.1, 0.1]: must be different values; 0.1 is given",
+        ),
+        (
+            {"tune": ["optimizer.lr=[1, 2, 1]"]},
+            "--tune optimizer.lr=[1, 2, 1]: must be different values; 1 is given twice",
+        ),
+        ({"vary": ['paradigm=["bsp", {name = "bsp"}]']}, "--vary: bsp and bsp must differ"),
         ({"tune": ["cluster.workers=[2, 3]"]}, "--tune cluster.workers: must be a key of optimizer, paradigm"),
         ({"vary": [*TWO, *TWO]}, "paradigm must be given once"),
     ],

@@ -150,6 +150,11 @@ def test_a_preemptible_array_requeues_the_task_alone(job: Path, tmp_path: Path) 
         ({"gpus_per_node": [-1]}, "--gpus-per-node -1: must be at least 0"),
         ({"partition": ["a b"]}, "--partition a b: must be a name of letters, digits and _ . , @ + -"),
         ({"time": "soon"}, "--time soon: must be minutes, hours:minutes:seconds or days-hours:minutes"),
+        (
+            {"time": "99:99:99"},
+            "--time 99:99:99: must be minutes, hours:minutes:seconds or days-hours:minutes, with up",
+        ),
+        ({"time": "1-24"}, "--time 1-24: must be minutes, hours:minutes:seconds or days-hours:minutes, with up to 59"),
         ({"mem": ["4 GB"]}, "--mem 4 GB: must be a whole number of megabytes per node, or one with K, M, G or T, "),
         ({"mpi": "pmix;ls"}, "--mpi pmix;ls: must be pmix, pmi2 or another kind that srun --mpi=list names"),
         (
@@ -158,6 +163,11 @@ def test_a_preemptible_array_requeues_the_task_alone(job: Path, tmp_path: Path) 
         ),
         ({"array": ["seed=1"]}, "--array seed=1: must be KEY=[VALUE, ...], such as seed=[1, 2, 3]"),
         ({"array": ["seed=[]"]}, "--array seed=[]: must be KEY=[VALUE, ...], such as seed=[1, 2, 3]"),
+        ({"array": ["seed=[1, 2, 1]"]}, "--array seed=[1, 2, 1]: must be different values; 1 is given twice"),
+        (
+            {"array": ["optimizer.lr=[1, 1.0]"]},
+            "--array optimizer.lr=[1, 1.0]: must be different values; 1.0 is given twice",
+        ),
         ({"array": ["seed=[1, -1]"]}, "seed = -1: must be at least 0"),
         ({"array": ["seed=[1]"], "nodes": [1, 2]}, "--array seed=[1]: must be left out with 2 kinds of node"),
     ],
@@ -167,6 +177,11 @@ def test_user_errors_are_one_line(job: Path, given: dict, message: str) -> None:
         script(job, [], TWO_BY_TWO._replace(**given), "")
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("time", ["0", "90", "90:59", "100:59:59", "7-0", "7-23", "7-23:59:59"])
+def test_the_forms_of_a_time_limit(job: Path, time: str) -> None:
+    assert f"--time={time}" in directives(script(job, [], TWO_BY_TWO._replace(time=time), ""))
 
 
 def test_a_list_of_one_for_each_worker_must_fit(job: Path) -> None:
