@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcsync.cli.advice_candidates import Trained, best_rates, candidate, further, label_of, stem
 from hpcsync.cli.advice_trials import BudgetSpent, Trials
+from hpcsync.cli.report import check_text
 from hpcsync.config import job as jobs
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job, Script
@@ -144,6 +145,7 @@ class _Adviser:
         field = self._field(limit_s, iteration_s, link_share)
         first = self._job.seed
         layout.create_folder(self._out)
+        check_text(self._out / "advice.json")
         if self._asked.workers:
             print(f"{self._job.cluster.workers} workers", file=sys.stdout if not self._asked.as_json else sys.stderr)
         print(f"{len(field)} candidates, up to {rounded(limit_s)} virtual s each, in {self._out}", file=sys.stderr)

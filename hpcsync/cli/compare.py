@@ -44,10 +44,13 @@ def main(paths: Sequence[Path], asked: Asked) -> int:
     Raises
     ------
     JobError
-        For bad input, before anything starts.
+        For bad input, or a file that cannot be written, before anything starts.
     """
     if asked.report is not None:
         report.check(asked.report)
+    for file in (asked.csv, asked.latex):
+        if file is not None:
+            report.check_text(file)
     files = [path for path in paths if path.suffix == ".toml"]
     if files and len(paths) > 1:
         raise JobError(f"compare: {files[0]} must be the only argument: a job is compared by --vary")

@@ -74,6 +74,7 @@ def main(
 ) -> int:
     """Draw a figure, write its files and print their names; return the exit status."""
     from hpcsync.cli import finished_runs
+    from hpcsync.system.atomic_files import try_to_write
     from hpcsync.trace.reader import TraceError
 
     try:
@@ -81,11 +82,12 @@ def main(
         if from_s is not None and to_s is not None and not from_s < to_s:
             raise figures.FigureError(f"--from {from_s:g}: must be less than --to {to_s:g}")
         assert name is not None
+        path = Path("figures") / name if out is None else out / name if out.is_dir() else out
+        try_to_write(path if path.suffix else path.with_suffix(".csv"))
         window = {"from_s": from_s, "to_s": to_s}
         drawings = figures.draw(
             name, figures.open_traces(finished_runs.traces(runs)), width=width, workers=workers, **window
         )
-        path = Path("figures") / name if out is None else out / name if out.is_dir() else out
         from hpcsync.figures.plotting import write
 
         for drawing in drawings:

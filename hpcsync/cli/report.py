@@ -8,7 +8,7 @@ from pathlib import Path
 from hpcsync.cli import finished_runs, grid
 from hpcsync.cli.finished_runs import Found
 from hpcsync.config.errors import JobError
-from hpcsync.system.atomic_files import whole
+from hpcsync.system.atomic_files import NotWritten, try_to_write, whole
 
 SUFFIXES = (".html", ".htm")
 
@@ -22,7 +22,7 @@ def main(paths: Sequence[Path], file: Path, *, audited: bool | None = None) -> i
     Raises
     ------
     JobError
-        For a file that is no HTML, or if there is nothing to report.
+        For a file that is no HTML or cannot be written, or if there is nothing to report.
     """
     check(file)
     traces = finished_runs.traces(paths)
@@ -38,9 +38,18 @@ def main(paths: Sequence[Path], file: Path, *, audited: bool | None = None) -> i
 
 
 def check(file: Path) -> None:
-    """Raise JobError unless the name of the file is that of a page."""
+    """Raise JobError unless the name of the file is that of a page, and it can be written."""
     if file.suffix not in SUFFIXES:
         raise JobError(f"{file}: must end in {' or '.join(SUFFIXES)}")
+    check_text(file)
+
+
+def check_text(file: Path) -> None:
+    """Raise JobError if `write_text` cannot write this file."""
+    try:
+        try_to_write(file)
+    except NotWritten as error:
+        raise JobError(str(error)) from None
 
 
 def write_report(found: Found, file: Path, *, audited: bool | None = None) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import re
 import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -65,6 +67,17 @@ def whole(path: Path) -> Iterator[Path]:
         sync(unfinished)
         unfinished.replace(path)
         sync(path.parent)
+
+
+def try_to_write(path: Path) -> None:
+    """Raise NotWritten if `whole` could not write a file, before the work whose result it gets. Nothing is created."""
+    with naming(path):
+        if path.is_dir():
+            raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if path.exists() and not path.is_file():  # a pipe or a device
+            return
+        folder = next(above for above in path.absolute().parents if above.exists())
+        tempfile.TemporaryFile(dir=folder).close()
 
 
 @contextmanager

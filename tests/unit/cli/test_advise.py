@@ -322,6 +322,13 @@ def test_what_cannot_be_advised_on_is_refused_in_one_line(job, tmp_path, overrid
     assert "\n" not in str(refused.value) and not (tmp_path / "out").exists()
 
 
+def test_an_advice_that_cannot_be_written_is_refused_before_any_trial(job, tmp_path):
+    (tmp_path / "out" / "advice.json").mkdir(parents=True)
+    with pytest.raises(JobError, match="out/advice.json: Is a directory"):
+        main(job, Asked(paradigms=("bsp", "asp"), out=tmp_path / "out"))
+    assert Inline.n == 0
+
+
 def test_a_candidate_with_batches_by_speed_can_be_asked_for(job, tmp_path):
     assert main(job, Asked(paradigms=("bsp", "bsp + batches by speed"), out=tmp_path / "out")) == 0
     simulated = tmp_path / "out" / "trial-1" / "bsp---batches-by-speed-lr-x1" / "seed-1005" / "job.toml"

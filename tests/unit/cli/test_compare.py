@@ -203,6 +203,9 @@ def test_the_other_jobs_folder_is_refused(job: Path, commands: Commands) -> None
         ({"vary": ['paradigm=["bsp", {name = "bsp"}]']}, "--vary: bsp and bsp must differ"),
         ({"tune": ["cluster.workers=[2, 3]"]}, "--tune cluster.workers: must be a key of optimizer, paradigm"),
         ({"vary": [*TWO, *TWO]}, "paradigm must be given once"),
+        ({"csv": Path("small.toml/table.csv")}, "small.toml/table.csv: Not a directory"),
+        ({"latex": Path.cwd()}, f"{Path.cwd()}: Is a directory"),
+        ({"report": Path("small.toml/report.html")}, "small.toml/report.html: Not a directory"),
     ],
 )
 def test_bad_input_is_refused_before_anything_starts(

@@ -9,8 +9,9 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from hpcsync.cli import app
+from hpcsync.cli import app, finished_runs
 from hpcsync.cli.report import main
+from hpcsync.config.errors import JobError
 from tests.unit.html_report import pages
 
 
@@ -62,6 +63,15 @@ def test_unfinished_ones_of_several_runs_are_left_out(run: Path, tmp_path: Path)
     is_refused(hpcsync("report", run, other), "report: no run has finished")
 
 
+def test_a_file_that_cannot_be_written_is_refused_before_runs_are_read(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(finished_runs, "traces", lambda paths: pytest.fail("it has begun"))
+    Path("a.html").mkdir()
+    with pytest.raises(JobError, match="a.html: Is a directory"):
+        main([run], Path("a.html"))
+
+
 def is_refused(result: Result, line: str) -> None:
     assert (result.exit_code, result.stdout) == (2, ""), result.output
     assert result.stderr.splitlines()[-1].startswith(f"hpcsync: {line}")
@@ -73,7 +83,7 @@ def test_refusals(run: Path, tmp_path: Path) -> None:
     is_refused(hpcsync("report", run, "-o", trace), f"{trace}: must end in .html or .htm")
     assert trace.read_bytes() == before
     is_refused(hpcsync("report", "absent"), "absent: no such file")
-    is_refused(hpcsync("report", run, "-o", trace / "a.html"), f"{trace}: File exists")
+    is_refused(hpcsync("report", run, "-o", trace / "a.html"), f"{trace / 'a.html'}: Not a directory")
     empty = tmp_path / "empty"
     empty.mkdir()
     is_refused(

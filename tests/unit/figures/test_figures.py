@@ -690,6 +690,14 @@ def test_wrong_arguments_are_refused_in_one_line(tmp_path):
     assert "NAME is missing" in hpcsync("figure").stderr
 
 
+def test_files_that_cannot_be_written_are_refused_before_anything_is_drawn(tmp_path, monkeypatch):
+    run = write(tmp_path, counted(*ROUNDS))
+    monkeypatch.setattr(figures, "draw", lambda *_, **__: pytest.fail("it has begun"))
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file" / "name", tmp_path / "file" / "name.png"):
+        assert refused("accuracy", run, "--out", out) == f"{out.with_suffix(out.suffix or '.csv')}: Not a directory\n"
+
+
 def test_figures_are_listed():
     lines = hpcsync("figure", "--list").stdout.splitlines()
     assert [line.split()[0] for line in lines] == list(figures.FIGURES)

@@ -2,12 +2,13 @@
 
 import os
 import stat
+import tempfile
 import threading
 from pathlib import Path
 
 import pytest
 
-from hpcsync.system.atomic_files import NotWritten, whole
+from hpcsync.system.atomic_files import NotWritten, try_to_write, whole
 
 
 def test_a_file_is_replaced_once_it_is_complete(tmp_path: Path) -> None:
@@ -43,3 +44,28 @@ def test_a_pipe_is_written_and_stays_one(tmp_path: Path) -> None:
 def test_a_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NotWritten, match=f"^{tmp_path}: Is a directory$"), whole(tmp_path) as path:
         path.write_text("")
+
+
+def refusal(file: Path) -> str:
+    with pytest.raises(NotWritten) as refused:
+        try_to_write(file)
+    return str(refused.value)
+
+
+def test_whether_a_file_can_be_written_is_known_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, pipe = tmp_path / "file", tmp_path / "pipe"
+    file.write_text("old")
+    os.mkfifo(pipe)
+    for allowed in (file, pipe, tmp_path / "new", tmp_path / "missing" / "folder" / "new"):
+        try_to_write(allowed)
+    assert refusal(tmp_path) == f"{tmp_path}: Is a directory"
+    assert refusal(file / "new") == f"{file / 'new'}: Not a directory"
+    assert refusal(file / "missing" / "new").endswith("new: Not a directory")
+
+    def refused(**where: object) -> None:
+        raise PermissionError(13, "Permission denied", str(where["dir"]))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refused)  # as in a folder of someone else, for who is not root
+    assert refusal(tmp_path / "new") == f"{tmp_path / 'new'}: Permission denied"
+    assert refusal(file) == f"{file}: Permission denied"
+    assert (file.read_text(), {path.name for path in tmp_path.iterdir()}) == ("old", {"file", "pipe"})
