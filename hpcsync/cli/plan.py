@@ -7,7 +7,7 @@ import math
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from pydantic import Field, ValidationError
@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table as Shown
 
 from hpcsync.bench.machine import machine
-from hpcsync.config.base import NotNegative, Positive, Table
+from hpcsync.config.base import NotNegative, Table
 from hpcsync.config.errors import JobError, in_one_line, shown
 from hpcsync.planning.split_cost import Shape, Times
 from hpcsync.planning.stanza_planner import Link, Plan, SplitProfile, StanzaLayout, choose, faster, without_separation
@@ -25,14 +25,17 @@ from hpcsync.workloads import torchvision_models
 from hpcsync.workloads.registry import cross_entropy
 
 MILLISECONDS = "milliseconds of a batch"
+LEAST, MOST = 1e-6, 1e9  # of a given number; beyond them times and speeds may be no finite numbers
+RANGE = f"a number from {LEAST:g} to {MOST:g}"
+Milliseconds = Annotated[float, Field(ge=LEAST, le=MOST, allow_inf_nan=False)]
 
 
 class Recorded(Table):
     """Contents of the file that --profile names."""
 
-    conv_forward_ms: Positive = Field(description=f"a number greater than 0: {MILLISECONDS} below the cut, forward")
-    conv_backward_ms: Positive = Field(description=f"a number greater than 0: {MILLISECONDS} below the cut, backward")
-    fc_ms: Positive = Field(description=f"a number greater than 0: {MILLISECONDS} above the cut, forward and backward")
+    conv_forward_ms: Milliseconds = Field(description=f"{RANGE}: {MILLISECONDS} below the cut, forward")
+    conv_backward_ms: Milliseconds = Field(description=f"{RANGE}: {MILLISECONDS} below the cut, backward")
+    fc_ms: Milliseconds = Field(description=f"{RANGE}: {MILLISECONDS} above the cut, forward and backward")
     fc_fixed_ms: NotNegative = 0.0
 
 
@@ -84,9 +87,14 @@ def _check(asked: Asked) -> None:
     """Raise JobError for options that are not allowed."""
     for option, value, right, must in (
         ("nodes", asked.nodes, asked.nodes >= 2, "a whole number of at least 2"),
-        ("bandwidth-gbit", asked.bandwidth_gbit, 0 < asked.bandwidth_gbit < math.inf, "a number greater than 0"),
-        ("batch", asked.batch, asked.batch >= 1, "a whole number of at least 1: samples of a worker's batch"),
-        ("latency-us", asked.latency_us, 0 <= asked.latency_us < math.inf, "a number of at least 0"),
+        ("bandwidth-gbit", asked.bandwidth_gbit, LEAST <= asked.bandwidth_gbit <= MOST, RANGE),
+        (
+            "batch",
+            asked.batch,
+            1 <= asked.batch <= MOST,
+            f"a whole number from 1 to {MOST:g}: samples of a worker's batch",
+        ),
+        ("latency-us", asked.latency_us, 0 <= asked.latency_us <= MOST, f"a number from 0 to {MOST:g}"),
         (
             "micro-batches",
             asked.micro_batches,
@@ -97,8 +105,8 @@ def _check(asked: Asked) -> None:
         if not right:
             raise JobError(f"--{option} {value}: must be {must}")
     rate = asked.samples_per_second
-    if rate is not None and not 0 < rate < math.inf:
-        raise JobError(f"--samples-per-second {rate}: must be a number greater than 0")
+    if rate is not None and not LEAST <= rate <= MOST:
+        raise JobError(f"--samples-per-second {rate}: must be {RANGE}")
     if rate is not None and asked.profile is not None:
         raise JobError(f"--samples-per-second {rate}: must be left out with --profile {asked.profile}")
     torchvision_models.shape(asked.model)

@@ -108,17 +108,28 @@ def test_the_best_of_all_layouts_is_marked(tmp_path: Path) -> None:
     assert found["best"] == max(rows, key=lambda name: rows[name]["samples_per_s"]) == "sharded server"
 
 
+@pytest.mark.parametrize("rate", ["1e-6", "1e9"])
+@pytest.mark.parametrize("link", [("1e-6", "1e9"), ("1e9", "0")])
+def test_numbers_are_finite_at_the_ends_of_what_is_allowed(rate: str, link: tuple[str, str], tmp_path: Path) -> None:
+    for batch in ("1", "1000000000"):
+        found = numbers(tmp_path, samples_per_second=rate, bandwidth_gbit=link[0], latency_us=link[1], batch=batch)
+        shown = json.dumps([found["stanza"], found["others"], found["times"], found["margin"], found["faster_than"]])
+        assert "NaN" not in shown and "Infinity" not in shown
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
         ({"model": "vgg"}, '--model "vgg": must be one of alexnet, vgg16, vgg19, inception_v3, resnet50, resnet152'),
         ({"nodes": "1"}, "--nodes 1: must be a whole number of at least 2"),
-        ({"bandwidth_gbit": "0"}, "--bandwidth-gbit 0.0: must be a number greater than 0"),
-        ({"bandwidth_gbit": "nan"}, "--bandwidth-gbit nan: must be a number greater than 0"),
-        ({"batch": "0"}, "--batch 0: must be a whole number of at least 1: samples of a worker's batch"),
-        ({"latency_us": "inf"}, "--latency-us inf: must be a number of at least 0"),
+        ({"bandwidth_gbit": "0"}, "--bandwidth-gbit 0.0: must be a number from 1e-06 to 1e+09"),
+        ({"bandwidth_gbit": "nan"}, "--bandwidth-gbit nan: must be a number from 1e-06 to 1e+09"),
+        ({"batch": "0"}, "--batch 0: must be a whole number from 1 to 1e+09: samples of a worker's batch"),
+        ({"latency_us": "inf"}, "--latency-us inf: must be a number from 0 to 1e+09"),
         ({"micro_batches": "129"}, "--micro-batches 129: must be a divisor of --batch 128"),
-        ({"samples_per_second": "-1"}, "--samples-per-second -1.0: must be a number greater than 0"),
+        ({"samples_per_second": "-1"}, "--samples-per-second -1.0: must be a number from 1e-06 to 1e+09"),
+        ({"samples_per_second": "1e-320"}, "--samples-per-second 1e-320: must be a number from 1e-06 to 1e+09"),
+        ({"bandwidth_gbit": "1e300"}, "--bandwidth-gbit 1e+300: must be a number from 1e-06 to 1e+09"),
         ({"samples_per_second": "9", "profile": "p"}, "--samples-per-second 9.0: must be left out with --profile p"),
         ({"profile": "none.toml"}, "--profile none.toml: No such file or directory"),
         ({"profile": "none.toml", "json": "none/x.json"}, "--json none/x.json: No such file or directory"),
@@ -137,10 +148,10 @@ def test_user_errors_are_one_line(
     ("text", "message"),
     [
         ("conv_forward_ms = 'x'\nconv_backward_ms = 1\nfc_ms = 1", 'conv_forward_ms = "x": must be a number'),
-        ("conv_forward_ms = 1\nconv_backward_ms = 0\nfc_ms = 1", "conv_backward_ms = 0: must be greater than 0"),
+        ("conv_forward_ms = 1\nconv_backward_ms = 0\nfc_ms = 1", "conv_backward_ms = 0: must be at least 0.000001"),
         (
             "conv_forward_ms = 1\nconv_backward_ms = 1",
-            "fc_ms: missing; must be a number greater than 0: milliseconds of a batch above the cut, forward and ",
+            "fc_ms: missing; must be a number from 1e-06 to 1e+09: milliseconds of a batch above the cut, forward and ",
         ),
         (f"{TOML}fc_msx = 1", "fc_msx = 1: unknown key; must be one of conv_forward_ms, "),
         (TOML.replace("= 5", "= 9"), "fc_fixed_ms = 9.0: must be at most fc_ms = 8.0, of which it is a part"),
