@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 from hpcsync.cli import finished_runs
 from hpcsync.cli.advice_candidates import Trained, stem
 from hpcsync.config.errors import JobError
-from hpcsync.config.job import OPTIONS, Job, default_servers
+from hpcsync.config.job import OPTIONS, Job, default_servers, drop_excluded
+from hpcsync.report.wording import plural
 
 if TYPE_CHECKING:
     from hpcsync.report.summary import Summary
@@ -84,10 +85,9 @@ class Trials:
         self.n_simulated = 0
         self._workload = json.dumps(tomllib.loads(job.to_toml())["workload"], sort_keys=True)
 
-    def table(self, trained: Trained, seed: int, limit_s: float) -> dict[str, Any]:
-        """Return the table of the job that trains a candidate with this seed, at most for so many virtual seconds."""
+    def job_table(self, trained: Trained) -> dict[str, Any]:
+        """Return the table of the user's job with the paradigm and the learning rate of a candidate."""
         table: dict[str, Any] = tomllib.loads(self._job.to_toml())
-        table["seed"] = seed
         table["paradigm"] = trained.candidate.paradigm
         table.pop("batches", None)
         table.pop("predicted", None)
@@ -103,7 +103,18 @@ class Trials:
             optimizer["async_lr_scale"] = "1/workers"  # equal total steps, so that rates are comparable
         if (cluster.get("servers", 1) == 0) != (servers == 0):
             cluster["servers"] = servers
-        stop = table["stop"]
+        drop_excluded(table, {("paradigm",)})
+        if compression := trained.candidate.compression:
+            table["compression"] = compression
+            if compression["name"] != "none":
+                table["compression"] = compression | {"gbytes_per_s": self._gbytes_per_s(table)}
+        return table
+
+    def table(self, trained: Trained, seed: int, limit_s: float) -> dict[str, Any]:
+        """Return the table of the job that trains a candidate with this seed, at most for so many virtual seconds."""
+        table = self.job_table(trained)
+        table["seed"] = seed
+        cluster, stop = table["cluster"], table["stop"]
         table["stop"] = {key: stop[key] for key in ("target_accuracy", "target_loss") if key in stop}
         table["stop"]["seconds"] = limit_s
         if self._trace is not None:
@@ -111,14 +122,11 @@ class Trials:
 
             cluster["compute"] = {"model": "table", "table": str(self._times_file(seed))}
             cluster.pop("times_from", None)
-            if "network" not in cluster and (links := network(self._trace, seed, cluster["workers"], servers != 0)):
-                if cluster.get("colocated"):
-                    del links["server_bandwidth_gbit"]  # servers share the links of workers
+            served = default_servers(table["paradigm"]) != 0
+            if "network" not in cluster and (links := network(self._trace, seed, cluster["workers"], served)):
+                if cluster.get("colocated") or not served:
+                    del links["server_bandwidth_gbit"]  # colocated servers share the links of workers
                 cluster["network"] = links
-        if compression := trained.candidate.compression:
-            table["compression"] = compression
-            if compression["name"] != "none":
-                table["compression"] = compression | {"gbytes_per_s": self._gbytes_per_s(table)}
         return table
 
     def _gbytes_per_s(self, table: dict[str, Any]) -> float:
@@ -177,7 +185,9 @@ class Trials:
         n = sum(map(len, places.values()))
         n_labels = len({trained.label for trained in every})
         name, before = f"trial {number}{', ' * bool(about)}{about}", n - len(todo)
-        print(f"{name}: {_of(n_labels, 'candidate')}, {_of(n, 'run')}, {before} finished already", file=sys.stderr)
+        print(
+            f"{name}: {plural(n_labels, 'candidate')}, {plural(n, 'run')}, {before} finished already", file=sys.stderr
+        )
         self._simulate(todo, name, before)
         return {
             trained: {seed: finished_runs.read(folder).summary for seed, folder in of_seeds.items()}
@@ -231,10 +241,6 @@ def simulate_one(job: Job, folder: Path, path: str) -> int:
     with folder.with_name(f"{folder.name}.log").open("w", encoding="utf-8") as log:
         with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
             return simulate(job, folder, Console(file=log))
-
-
-def _of(n: int, what: str) -> str:
-    return f"{n} {what}{'s' * (n != 1)}"
 
 
 def _finished(folder: Path, job: Job) -> bool:

@@ -201,7 +201,6 @@ class _Adviser:
         from hpcsync.core.job_validation import check
 
         table = self._trials.table(trained, self._job.seed, 1e9)
-        jobs.drop_excluded(table, {("paradigm",)})
         job = Job.from_table(table)
         jobs.refuse_unused(job, table)
         check(job)
@@ -364,14 +363,7 @@ class _Adviser:
 
     def _advised(self, trained: Trained, predicted: Mapping[str, float]) -> Job:
         """Return the job to run: the user's, with the advised paradigm and learning rate, and its prediction."""
-        table = self._trials.table(trained, self._job.seed, 1.0)
-        own = tomllib.loads(self._job.to_toml())
-        servers = table["cluster"].get("servers")
-        table["stop"], table["cluster"] = (
-            own["stop"],
-            own["cluster"] | ({} if servers is None else {"servers": servers}),
-        )
-        jobs.drop_excluded(table, {("paradigm",)})
+        table = self._trials.job_table(trained)
         return Job.from_table(table | ({"predicted": predicted} if predicted else {}))
 
 

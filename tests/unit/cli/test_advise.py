@@ -133,6 +133,15 @@ def test_the_advised_job_has_no_setting_that_it_would_ignore(job, tmp_path):
         assert (cluster.placement == "spread", cluster.network.server_bandwidth_gbit == 2.0) == (kept, kept)
 
 
+def test_no_trial_has_a_setting_that_its_paradigm_excludes(job, tmp_path):
+    overrides = ["cluster.colocated=true", "cluster.network={bandwidth_gbit = 1.0}"]
+    assert main(job, Asked(paradigms=("bsp", "allreduce"), overrides=overrides, out=tmp_path / "out")) == 0
+    assert advised(tmp_path / "out")["left_out"] == {}
+    for label, colocated in (("bsp", True), ("allreduce", False)):
+        (path, *_) = (tmp_path / "out" / "trial-1").glob(f"{label}*/*/job.toml")
+        assert jobs.load(path).cluster.colocated == colocated
+
+
 def test_measured_links_suit_colocated_servers(job, tmp_path):
     overrides = ["cluster.colocated=true"]
     measured = jobs.load(job, [*overrides, "cluster.network={bandwidth_gbit=1e-4}", "stop={updates = 60}"])
