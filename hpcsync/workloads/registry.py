@@ -135,14 +135,16 @@ def _imported(name: str, module: str) -> ModuleType:
         raise raised(name, error) from None
 
 
-def aimed(evaluate: Evaluate, target_accuracy: float | None) -> Evaluate:
+def aimed(evaluate: Evaluate, target_accuracy: float | None, *, has_accuracy: bool = False) -> Evaluate:
     """Return an evaluation of models, one of which is to reach a target.
+
+    `has_accuracy` is whether the function has returned an accuracy already, before the run was resumed.
 
     It raises JobError if the user's function returns anything else than loss and accuracy, or at first no accuracy: no
     model could then reach the target. A later evaluation without an accuracy does not reach it, which is said once.
     One whose loss is not finite may have none.
     """
-    has_accuracy = said = False
+    said = False
 
     def judge(model: nn.Module) -> tuple[float, float]:
         nonlocal has_accuracy, said

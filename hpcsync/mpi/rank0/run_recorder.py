@@ -86,7 +86,11 @@ class RunRecorder(Generic[C]):
             Evaluator(
                 read,
                 _copy_of(given),
-                aimed(given.evaluate, job.stop.target_accuracy),
+                aimed(
+                    given.evaluate,
+                    job.stop.target_accuracy,
+                    has_accuracy=resumed is not None and resumed["trace_rows"]["evaluations"] > 0,
+                ),
                 job.evaluation.every_samples,
                 job.evaluation.buffers,
                 given.calibrate,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -229,6 +230,34 @@ def test_a_script_resumes_in_its_own_loop(comm, only, folder, monkeypatch, parad
     finished = script(comm, folder / "a", paradigm)
     resumed = script(comm, killed(comm, folder / "a"), paradigm, resume=True)
     assert forgets != torch.equal(finished, resumed)
+
+
+def evaluated(comm: MPI.Intracomm, out: Path, paradigm: str, accuracy: float, **how: bool) -> None:
+    """A run that evaluates to this accuracy."""
+    model = torch.nn.Linear(3, 1)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05)
+    given = {"stop": {"target_accuracy": 0.9, "updates": 24}, "checkpoint": {"updates": 7, "keep": 9}}
+    given |= {"compute": {"model": "constant", "seconds": 0.002}, "every_samples": 8}
+    data = torch.utils.data.TensorDataset(torch.randn(40, 3), torch.randn(40, 1))
+    judged = lambda model: (0.5, accuracy)  # noqa: E731
+    with hpcsync.connect(model, sgd, paradigm, comm=comm, out=out, evaluate=judged, **given, **how) as sync:
+        for x, y in sync.shard(data, batch_size=4, epochs=None):
+            sgd.zero_grad()
+            torch.nn.functional.mse_loss(model(x), y).backward()
+            sync.step()
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("paradigm", ["bsp", "allreduce"])
+def test_that_an_evaluation_had_an_accuracy_is_known_after_a_resume(comm, only, folder, paradigm):
+    """Otherwise one without ends the run, as the first one does (the control is in `test_registry.py`)."""
+    only(2)
+    evaluated(comm, folder / "a", paradigm, 0.5)
+    torn = killed(comm, folder / "a", 2)
+    evaluated(comm, torn, paradigm, math.nan, resume=True)
+    if comm.rank == 0:
+        has_one = ~np.isnan(load(torn / "trace.h5").tables["evaluations"]["accuracy"])
+        assert has_one[0] and not has_one[-1]
 
 
 # ---- the trace ----

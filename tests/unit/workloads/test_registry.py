@@ -200,6 +200,12 @@ def test_a_target_without_an_accuracy_is_refused_at_the_first_evaluation():
             [judge(torch.nn.Linear(1, 1)) for _ in results]
 
 
+def test_an_evaluation_that_had_an_accuracy_before_a_resume_needs_none():
+    """`test_a_target_without_an_accuracy_is_refused_at_the_first_evaluation` is the control."""
+    undefined = aimed(lambda model: (0.5, math.nan), 0.9, has_accuracy=True)(torch.nn.Linear(1, 1))
+    np.testing.assert_equal(undefined, (0.5, math.nan))
+
+
 def test_a_later_evaluation_without_an_accuracy_does_not_end_the_run_and_is_said_once(capsys):
     results = [(0.5, 0.2), (math.inf, math.nan), (0.5, math.nan), (0.4, math.nan), (0.4, 0.3)]
     for target, n_lines in ((0.9, 1), (None, 0)):
