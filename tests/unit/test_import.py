@@ -85,6 +85,7 @@ print(*(name for name in sys.modules if name.startswith("hpcsync.")))
 MAY_BE_LOADED = {
     *("torch", "torchgen", "numpy", "mpi4py", "tomli_w", "typer", "annotated_doc", "shellingham"),
     *("pydantic", "pydantic_core", "annotated_types", "typing_extensions", "typing_inspection", "_distutils_hack"),
+    "cuda",  # by a torch that is built for it
 }
 
 

@@ -89,13 +89,14 @@ def test_a_good_job_starts_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "line"),
     [
-        ("device=cuda", 'cluster.device = "cuda": must be "auto" or "cpu" here: torch is built without CUDA'),
-        ("window=ipc", 'cluster.window = "ipc": must be "auto" or "host" here: torch is built without CUDA'),
+        ("device=cuda", 'cluster.device = "cuda": must be "auto" or "cpu" here'),
+        ("window=ipc", 'cluster.window = "ipc": must be "auto" or "host" here'),
     ],
 )
 def test_a_gpu_that_is_not_there_is_told_in_one_line(tmp_path: Path, override: str, line: str) -> None:
     result = hpcsync("run", JOB, "--set", f"cluster.{override}", "--out", tmp_path / "out")
-    is_refused(result, f"{line}\n")
+    why = "torch sees no GPU" if torch.version.cuda else "torch is built without CUDA"
+    is_refused(result, f"{line}: {why}\n")
     assert not (tmp_path / "out").exists()
 
 
