@@ -7,7 +7,6 @@ with the result of what it yields (`hpcsync.paradigms.peer_method`), and measure
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from hpcsync.config.job import Job
 from hpcsync.core.peer_coordinator import Lockstep
@@ -201,9 +200,9 @@ class PeerMachine(Stateful):
             n_received, self.update.weight if weight is None else weight, load_s, lr, problem, *gradients_sq,
         )  # fmt: skip
 
-    def absorb_rest(self, received: Any, now_s: float) -> StepInfo | None:
+    def absorb_rest(self, now_s: float) -> StepInfo | None:
         """Absorb what has arrived since the last iteration, once no worker sends any more; return the step info."""
-        if received is None:
+        if (received := self.transport.rest(self.worker)) is None:
             return None
         n_received, weight = received.count, self.method.absorb_rest(self.update, received)
         return StepInfo(self.worker, self.iteration, begin_s=now_s, end_s=now_s, n_received=n_received, weight=weight)

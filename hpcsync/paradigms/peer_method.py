@@ -213,6 +213,10 @@ class Transport:
         """
         raise NotImplementedError
 
+    def rest(self, worker: int) -> Any:
+        """Return what has arrived since the worker's last iteration, once no worker sends any more (`Received`)."""
+        return None
+
 
 # ---- a method, and what it sees of a worker ----
 

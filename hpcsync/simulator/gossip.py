@@ -6,22 +6,25 @@ from typing import Any
 
 from hpcsync.paradigms.peer_method import PENDING
 from hpcsync.simulator.peer_numerics import Model, copied
-from hpcsync.simulator.peer_run import ReplicaSimulation
+from hpcsync.simulator.peer_run import PeerSimulation
 from hpcsync.training.local_update import Received
 
 
-class PullSimulation(ReplicaSimulation):
+class PullSimulation(PeerSimulation):
     """A worker publishes its weights after every step, and reads another worker's published replica."""
 
     def __init__(self, *of_every_run: Any) -> None:
         super().__init__(*of_every_run)
-        start = self._numerics.snapshot(0)
+        start = self._shown(0)
         self._published: list[Model] = [start] * len(self._workers)  # replaced, never modified
 
     def step(self, worker: int, lr: float, serial: int = 0) -> None:
         """Apply the worker's local step and publish."""
         self._numerics.step(worker, lr)
-        self._published[worker] = self._numerics.snapshot(worker)
+        self._published[worker] = self._shown(worker)
+
+    def _shown(self, worker: int) -> Model:
+        return copied(self._numerics.updates[worker].shown())
 
     def read(self, worker: int, peer: int) -> Any:
         """Request what the peer has published when the request arrives."""
@@ -32,7 +35,7 @@ class PullSimulation(ReplicaSimulation):
         self._links.send(peer, worker, self._resume, worker, self._published[peer])
 
 
-class PushSimulation(ReplicaSimulation):
+class PushSimulation(PeerSimulation):
     """A worker sends a model and, once it is acknowledged, empties its inbox."""
 
     def __init__(self, *of_every_run: Any) -> None:
@@ -62,8 +65,6 @@ class PushSimulation(ReplicaSimulation):
         received, self._inboxes[worker] = self._inboxes[worker], None
         return received
 
-    def _absorb_remaining(self, now_s: float) -> None:
-        """Absorb the models that arrived after the last rounds; workers leave only after their own sends arrived."""
-        for worker, state in enumerate(self._workers):
-            if (rest := state.machine.absorb_rest(self._emptied(worker), now_s)) is not None:
-                self.coordinator.exchanged(now_s, rest)
+    def rest(self, worker: int) -> Received | None:
+        """Empty the inbox; workers leave only after their own sends arrived."""
+        return self._emptied(worker)

@@ -12,7 +12,7 @@ from typing import Any
 
 from hpcsync.paradigms.peer_method import PENDING
 from hpcsync.simulator.peer_numerics import Model, copied
-from hpcsync.simulator.peer_run import ReplicaSimulation
+from hpcsync.simulator.peer_run import PeerSimulation
 from hpcsync.training.local_update import Received
 
 Turn = Callable[[], object]
@@ -56,7 +56,7 @@ class _Shared:
             self._held = False
 
 
-class PairSimulation(ReplicaSimulation):
+class PairSimulation(PeerSimulation):
     """A worker asks for a peer's weights, reads them, and writes the mean back; the peer computes meanwhile."""
 
     def __init__(self, *of_every_run: Any) -> None:
@@ -138,13 +138,12 @@ class PairSimulation(ReplicaSimulation):
 
     # ---- the end ----
 
-    def _absorb_remaining(self, now_s: float) -> None:
-        """Adopt the weights as others have left them after the owner's last step."""
-        for shared, state in zip(self._shared, self._workers, strict=True):
-            if shared is not None and shared.n_averaged:
-                received = Received(shared.model, shared.n_averaged, shared.n_steps)
-                if (rest := state.machine.absorb_rest(received, now_s)) is not None:
-                    self.coordinator.exchanged(now_s, rest)
+    def rest(self, worker: int) -> Received | None:
+        """Return the weights as others have left them after the owner's last step."""
+        shared = self._shared[worker]
+        if shared is None or not shared.n_averaged:
+            return None
+        return Received(shared.model, shared.n_averaged, shared.n_steps)
 
     def _at(self, peer: int) -> _Shared:
         shared = self._shared[peer]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -31,34 +31,6 @@ Model = torch.Tensor | None  # flat weights, shape (size,); None where there is 
 def copied(model: Model) -> Model:
     """Return a copy of a model, as it is now."""
     return None if model is None else model.clone()
-
-
-class Numerics(Protocol):
-    """Numerics of a run, as every simulation calls them.
-
-    Attributes
-    ----------
-    updates
-        The workers' weights; where all workers have one model these are placeholders.
-    gradient_sq, mean_gradient_sq
-        Squared norms of the gradient computed last, and of the mean gradient of the latest common step; NaN: not
-        measured, or there is none.
-    """
-
-    gradient_sq: float
-    mean_gradient_sq: float
-
-    @property
-    def updates(self) -> Sequence[Any]: ...  # noqa: D102
-
-    def compute(self, worker: int) -> float:
-        """Compute the worker's gradient of its next batch; return the mean loss."""
-
-    def evaluate(self) -> tuple[float, float, float]:
-        """Return loss and accuracy of the mean of the workers' weights, and their consensus distance."""
-
-    def finish(self) -> None:
-        """Write the mean of the workers' weights into the workload's model."""
 
 
 class NullNumerics:
@@ -90,12 +62,22 @@ class NullNumerics:
     def _nothing(self, *of_any_kind: Any, **options: Any) -> None:
         """Do nothing; None takes the place of a model."""
 
-    snapshot = mean = step = forward = backward = finish = _nothing
+    mean = step = forward = backward = finish = _nothing
 
 
 class _Trained(ABC):
-    """Gradients of all workers, and evaluations of the mean of their weights."""
+    """Gradients of all workers, and evaluations of the mean of their weights.
 
+    Attributes
+    ----------
+    updates
+        The workers' weights; where all workers have one model these are placeholders.
+    gradient_sq, mean_gradient_sq
+        Squared norms of the gradient computed last, and of the mean gradient of the latest common step; NaN: not
+        measured, or there is none.
+    """
+
+    updates: Sequence[Any]
     gradient_sq = mean_gradient_sq = math.nan
 
     def __init__(self, job: Job, workload: Workload) -> None:
@@ -191,10 +173,6 @@ class Replicas(_Trained):
     def step(self, worker: int, lr: float, gradient: Model = None) -> None:
         """Apply the worker's local step; by default along the gradient computed last."""
         self.updates[worker].step(self.gradient if gradient is None else gradient, lr)
-
-    def snapshot(self, worker: int) -> torch.Tensor:
-        """Return a copy of the worker's weights, as published."""
-        return self.updates[worker].shown().clone()
 
     def mean(self, workers: Sequence[int]) -> torch.Tensor:
         """Return the mean of these workers' weights, summed in this order, after the outer step."""

@@ -9,7 +9,6 @@ the same `PeerCoordinator`, which receives all information without delay.
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +21,7 @@ from hpcsync.core.peer_machine import PeerMachine, create_method
 from hpcsync.core.straggler_detector import NoDetector
 from hpcsync.paradigms.peer_method import PENDING, Actions, ExchangeResult, Transport
 from hpcsync.paradigms.records import StepInfo
-from hpcsync.simulator.peer_numerics import NullNumerics, Numerics, Replicas
+from hpcsync.simulator.peer_numerics import NullNumerics, Replicas
 from hpcsync.simulator.peer_transfers import Workers
 from hpcsync.simulator.run import Judged, Simulation, Watch
 from hpcsync.workloads.registry import Workload
@@ -91,6 +90,7 @@ class PeerSimulation(Simulation, Transport):
     """
 
     coordinator: PeerCoordinator
+    _numerics: Any  # those of the transport
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class PeerSimulation(Simulation, Transport):
         super().__init__(job, workload, workers.loop, trace, watch)
         self.coordinator = PeerCoordinator(job, trace, NoDetector())
         self._links = workers.links
-        self._numerics = self._create_numerics(workload)
+        self._numerics = NullNumerics(job, workload) if workload.loss is None else self._create_numerics(workload)
         method, step_s = create_method(job), update_s(job, workers.links.size_bytes)  # of all weights
         self._workers = [
             _PeerWorker(device, PeerMachine(job, worker, method, update, self, evaluated=self._evaluated), step_s)
@@ -117,14 +117,21 @@ class PeerSimulation(Simulation, Transport):
             self._loop.after(0.0, self._begin, worker)
 
     def _finish(self) -> None:
-        self._absorb_remaining(self.coordinator.updated_s)
+        ended_s = self.coordinator.updated_s
+        for state in self._workers:
+            if (step_info := state.machine.absorb_rest(ended_s)) is not None:
+                self.coordinator.exchanged(ended_s, step_info)
         self._numerics.finish()
 
     # ---- defined by the transport ----
 
-    @abstractmethod
-    def _create_numerics(self, workload: Workload) -> Numerics:
-        """Return the numerics of the run."""
+    def _create_numerics(self, workload: Workload) -> Any:
+        """Return the numerics of the run with arithmetic; by default every worker has weights of its own."""
+        return Replicas(self._job, workload)
+
+    def step(self, worker: int, lr: float, serial: int = 0) -> None:
+        """Apply the worker's local step."""
+        self._numerics.step(worker, lr)
 
     def _compute(self, worker: int) -> float:
         """Carry out the worker's computation that ends now; return its mean loss."""
@@ -136,9 +143,6 @@ class PeerSimulation(Simulation, Transport):
 
     def _reported(self, infos: Sequence[StepInfo]) -> None:
         """Handle step infos sent at the same time, before these workers continue."""
-
-    def _absorb_remaining(self, now_s: float) -> None:
-        """Absorb received models after all workers have left and nothing is in transit."""
 
     # ---- event chain of a worker ----
 
@@ -163,13 +167,10 @@ class PeerSimulation(Simulation, Transport):
     def _resume(self, worker: int, value: Any = None) -> None:
         """Resume a worker with the result of its call; if its iteration ends, send the step info and continue."""
         state = self._workers[worker]
-        result = _carry_on(state.actions, value)
-        if result is not None:
-            if state.has_left:
-                self._participate(worker)
-                return
-            self._report(worker, result)
-            self._evaluate_if_due()
+        if (result := _carry_on(state.actions, value)) is not None:
+            if not state.has_left:
+                self._report(worker, result)
+                self._evaluate_if_due()
             self._continue(worker)
 
     def _resume_together(self, values: Iterable[tuple[int, Any]]) -> None:
@@ -217,23 +218,21 @@ class PeerSimulation(Simulation, Transport):
     def _continue(self, worker: int) -> None:
         """Let a worker continue, once it has made its step."""
         state = self._workers[worker]
-        if state.step_s and not state.has_left:
+        if state.has_left:
+            self._participate(worker)
+        elif state.step_s:
             self._loop.after(state.step_s, self._next, worker)
         else:
             self._next(worker)
 
     def _next(self, worker: int) -> None:
-        state = self._workers[worker]
-        if not state.has_left and state.machine.at_halt(self._must_halt()):
+        if self._workers[worker].machine.at_halt(self._must_halt()):
             self._halt(worker, self._after_halt, worker)
         else:
             self._after_halt(worker)
 
     def _after_halt(self, worker: int) -> None:
-        state = self._workers[worker]
-        if state.has_left:
-            self._participate(worker)
-        elif state.machine.stopped or (self._asynchronous and self.coordinator.stopping):
+        if self._workers[worker].machine.stopped or (self._asynchronous and self.coordinator.stopping):
             self._leave(worker)
         else:
             self._begin(worker)
@@ -267,16 +266,3 @@ class PeerSimulation(Simulation, Transport):
 
     def _time_has_come(self) -> None:
         self.coordinator.passed(self._loop.now_s)
-
-
-class ReplicaSimulation(PeerSimulation):
-    """Simulation in which every worker has weights of its own."""
-
-    _numerics: Replicas | NullNumerics
-
-    def _create_numerics(self, workload: Workload) -> Replicas | NullNumerics:
-        return (NullNumerics if workload.loss is None else Replicas)(self._job, workload)
-
-    def step(self, worker: int, lr: float, serial: int = 0) -> None:
-        """Apply the worker's local step."""
-        self._numerics.step(worker, lr)

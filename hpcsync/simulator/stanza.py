@@ -120,9 +120,8 @@ class StanzaSimulation(PeerSimulation):
         self._last = math.inf  # iteration
         self._halt_after = 0  # iteration
 
-    def _create_numerics(self, workload: Workload) -> TwoHalves | NullNumerics:
-        if self._model.halves is None:
-            return NullNumerics(self._job, workload)
+    def _create_numerics(self, workload: Workload) -> TwoHalves:
+        assert self._model.halves is not None
         return TwoHalves(self._job, workload, self._model.halves)
 
     def _n_samples(self, worker: int) -> int:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+from hpcsync.config.job import Job
 from hpcsync.core.device_speed import encode_s
 from hpcsync.core.peer_coordinator import broadcast_bytes, create_batch_division, gradient_buckets, ring_bytes
 from hpcsync.paradigms.peer_method import PENDING, Agreed, ExchangeResult, StepCounts
@@ -16,7 +16,7 @@ from hpcsync.paradigms.records import ALL_PEERS, StepInfo
 from hpcsync.planning.batch_allocation import Estimate
 from hpcsync.simulator.gradients import Work
 from hpcsync.simulator.peer_numerics import Model, NullNumerics, OneReplica, copied
-from hpcsync.simulator.peer_run import PeerSimulation, ReplicaSimulation
+from hpcsync.simulator.peer_run import PeerSimulation
 from hpcsync.training import compressor
 from hpcsync.training.flat_model import trainable
 from hpcsync.training.local_update import Received
@@ -38,9 +38,9 @@ class _SynchronousPeers(PeerSimulation):
         self._lr = math.nan  # of the sum
         self._contributing: Sequence[int] = ()  # workers contributing to the exchange
 
-    @abstractmethod
     def _exchange_all(self, agreed: Agreed) -> None:
-        """Begin the exchange of all workers; they must be resumed."""
+        """Let all workers exchange; by default they have agreed without delay and exchange models."""
+        self._resume_all(agreed)
 
     def agree(self, worker: int, counts: StepCounts) -> Any:
         """Agree once all workers are ready."""
@@ -85,9 +85,8 @@ class AllReduceSimulation(_SynchronousPeers):
 
     _numerics: OneReplica | NullNumerics
 
-    def __init__(self, *of_every_run: Any) -> None:
-        super().__init__(*of_every_run)
-        job = self._job
+    def __init__(self, job: Job, workload: Workload, *of_every_run: Any) -> None:
+        super().__init__(job, workload, *of_every_run)
         self._division = create_batch_division(job)
         self._estimators = [estimator(job, worker, nominal_clock()) for worker in range(len(self._workers))]
         self._encode_s = encode_s(job, self._links.size_bytes)
@@ -95,12 +94,11 @@ class AllReduceSimulation(_SynchronousPeers):
         self._backward_share = 0.0 if compute is None else compute.backward_share
         bucket_bytes = max(1, int(self._workers[0].machine.method.bucket_mb * 1e6))
         self._buckets = gradient_buckets(self._links.size_bytes, bucket_bytes)
-        self._payload_bytes: dict[int, int] = {}  # worker -> bytes of its compressed gradient
-
-    def _create_numerics(self, workload: Workload) -> OneReplica | NullNumerics:
-        compression = compressor.of_job(self._job, trainable(workload.model))
+        compression = compressor.of_job(job, trainable(workload.model))
         self._averages = compression is not None and compression.averages
-        return (NullNumerics if workload.loss is None else OneReplica)(self._job, workload)
+
+    def _create_numerics(self, workload: Workload) -> OneReplica:
+        return OneReplica(self._job, workload)
 
     def _n_samples(self, worker: int) -> int:
         return self._batch_size if self._division is None else self._division.work(worker)[1]
@@ -112,8 +110,9 @@ class AllReduceSimulation(_SynchronousPeers):
 
     def _exchange_all(self, agreed: Agreed) -> None:
         if sizes := self._numerics.compress(self._contributing):
-            self._payload_bytes = dict(zip(self._contributing, sizes, strict=True))
-            self._loop.after(self._encode_s, self._encoded, agreed)
+            of_worker = dict(zip(self._contributing, sizes, strict=True))
+            payload_bytes = [of_worker.get(worker, 0) for worker in range(len(self._workers))]
+            self._loop.after(self._encode_s, self._encoded, agreed, payload_bytes)
         elif self._backward_share and self._contributing:
             self._overlap(agreed)
         else:
@@ -138,25 +137,25 @@ class AllReduceSimulation(_SynchronousPeers):
             state.exchange_s = state.end_s + waited_s
         self._loop.at(times[-1][1], self._reduced, agreed)
 
-    def _encoded(self, agreed: Agreed) -> None:
-        payload_bytes = [self._payload_bytes.get(worker, 0) for worker in range(len(self._workers))]
+    def _encoded(self, agreed: Agreed, payload_bytes: Sequence[int]) -> None:
         if self._averages:
-            self._links.all_reduce_twice(max(payload_bytes), self._reduced, agreed)
+            self._links.all_reduce_twice(max(payload_bytes), self._reduced, agreed, payload_bytes)
         else:
-            self._links.all_gather(payload_bytes, self._reduced, agreed)
+            self._links.all_gather(payload_bytes, self._reduced, agreed, payload_bytes)
 
-    def _reduced(self, agreed: Agreed) -> None:
+    def _reduced(self, agreed: Agreed, payload_bytes: Sequence[int] = ()) -> None:
+        """Step and resume; `payload_bytes` has the size of each worker's compressed gradient, if they are."""
         correction = 1.0
         if self._division is not None:
             correction = self._division.correction(agreed.n_contributing, agreed.n_samples)
         self._numerics.step(self._contributing, self._lr, correction)
         result = ExchangeResult(ALL_PEERS, self._links.all_reduce_bytes, agreed.n_contributing - 1)
-        if not self._payload_bytes:
+        if not payload_bytes:
             self._resume_all((agreed, result))
             return
         sent, n_workers = ring_bytes if self._averages else broadcast_bytes, len(self._workers)
-        sizes = [sent(self._payload_bytes.get(worker, 0), n_workers) for worker in range(n_workers)]
-        self._resume_together((worker, (agreed, result._replace(wire_bytes=n))) for worker, n in enumerate(sizes))
+        results = [result._replace(wire_bytes=sent(n, n_workers)) for n in payload_bytes]
+        self._resume_together((worker, (agreed, result)) for worker, result in enumerate(results))
 
     def _reported(self, infos: Sequence[StepInfo]) -> None:
         """Divide the next batches, after all step infos and before the next iteration."""
@@ -173,25 +172,12 @@ class AllReduceSimulation(_SynchronousPeers):
             self.coordinator.allocated(self._loop.now_s, machine.lockstep.updates, allocated)
 
 
-class _SynchronousReplicas(ReplicaSimulation, _SynchronousPeers):
-    """Workers with weights of their own that agree without delay and then exchange."""
-
-    def _exchange_all(self, agreed: Agreed) -> None:
-        self._resume_all(agreed)
-
-
-class AveragingSimulation(_SynchronousReplicas):
+class AveragingSimulation(_SynchronousPeers):
     """Local SGD: all workers get the mean of the weights, by the same all-reduce."""
 
-    def __init__(self, *of_every_run: Any) -> None:
-        super().__init__(*of_every_run)
-        self._n_averaging = 0
-
     def average(self, worker: int, contributes: bool) -> Any:
-        """Begin the all-reduce, which all workers begin at the same time."""
-        self._n_averaging += 1
-        if self._n_averaging == len(self._workers):
-            self._n_averaging = 0
+        """Begin the all-reduce with the last worker; all call at the same time, in order."""
+        if worker == len(self._workers) - 1:
             self._links.all_reduce(self._averaged)
         return PENDING
 
@@ -199,7 +185,7 @@ class AveragingSimulation(_SynchronousReplicas):
         self._resume_all((self._numerics.mean(self._contributing), self._links.all_reduce_bytes))
 
 
-class SwapSimulation(_SynchronousReplicas):
+class SwapSimulation(_SynchronousPeers):
     """Synchronous gossip: a worker continues after its own transfers, of the models that it sends and receives."""
 
     def __init__(self, *of_every_run: Any) -> None:
@@ -208,7 +194,6 @@ class SwapSimulation(_SynchronousReplicas):
         self._sent: list[Model] = [None] * n_workers
         self._weights = [1.0] * n_workers  # of push-sum
         self._under_way = [0] * n_workers  # worker -> its transfers in transit
-        self._n_swapping = 0
 
     def swap(
         self,
@@ -218,11 +203,9 @@ class SwapSimulation(_SynchronousReplicas):
         sources: Sequence[Sequence[int]],
         targets: Sequence[Sequence[int]],
     ) -> Any:
-        """Begin to send once the last worker has called, which all do at the same time."""
+        """Begin to send with the last worker; all call at the same time, in order."""
         self._sent[worker], self._weights[worker] = copied(model), weight
-        self._n_swapping += 1
-        if self._n_swapping == len(self._workers):
-            self._n_swapping = 0
+        if worker == len(self._workers) - 1:
             self._send_all(sources, targets)
         return PENDING
 

@@ -195,10 +195,6 @@ class Exchange(Transport, Stateful):
         """
         return early
 
-    def rest(self) -> Received | None:
-        """Return the models that have arrived and are not absorbed, once no worker sends any more."""
-        return None
-
     def forget(self, worker: int) -> None:
         """Exclude a worker that has died from the transport."""
 

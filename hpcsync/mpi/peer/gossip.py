@@ -52,7 +52,7 @@ class Pushing(Exchange):
         self._begin_transfer()
         return self._inbox.collect()
 
-    def rest(self) -> Received | None:
+    def rest(self, worker: int) -> Received | None:
         """Return the models that have arrived since the last exchange."""
         return self._inbox.collect()
 

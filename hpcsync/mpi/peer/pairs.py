@@ -94,7 +94,7 @@ class Pairing(Exchange):
         self._step(lr)
         self._n_steps += 1
 
-    def rest(self) -> Received | None:
+    def rest(self, worker: int) -> Received | None:
         """Return the weights as others have left them after the last step, if they have changed them."""
         if not self._shares:
             return None

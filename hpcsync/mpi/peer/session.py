@@ -344,7 +344,7 @@ class PeerSession(RankSession):
     def _settle(self) -> None:
         """Absorb the models received since the last iteration, once no worker sends any more."""
         self._poll_commands()
-        if (step_info := self._machine.absorb_rest(self._exchange.rest(), self._link.clock.now())) is not None:
+        if (step_info := self._machine.absorb_rest(self._link.clock.now())) is not None:
             self._link.step_info(step_info)
 
     def _finish_training(self) -> None:

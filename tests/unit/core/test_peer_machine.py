@@ -353,8 +353,9 @@ def test_a_step_info_has_what_both_know():
 
 def test_the_rest_is_absorbed_after_the_end():
     this = machine(gossip("push-sum"))
-    assert this.absorb_rest(None, 9.0) is None
-    info = this.absorb_rest(Received(None, 2, 0.5), 9.0)
+    assert this.absorb_rest(9.0) is None
+    Engine(this, rest=lambda: Received(None, 2, 0.5))
+    info = this.absorb_rest(9.0)
     assert (info.peer, info.batch_size, info.n_received, info.weight, info.begin_s) == (NO_PEER, 0, 2, 1.5, 9.0)
     assert this.update.seen == [("absorb", 2, False)]
 

@@ -328,7 +328,7 @@ class Counted:
         self.under_way: list[Any] = []
         self.sums: list[np.ndarray] = []  # of x, before and after each mixing
         self.weights: list[float] = []
-        for name in ("_computed", "_acknowledged", "_absorb_remaining"):
+        for name in ("_computed", "_acknowledged", "_finish"):
             setattr(simulation, name, self._counting(getattr(simulation, name)))
         send, step, arrived = simulation._links.send, simulation._numerics.step, simulation._arrived
 
