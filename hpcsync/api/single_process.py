@@ -66,6 +66,10 @@ class LocalSession(Session):
             *asked[:3], lambda: self.stopped, sharded=asked.sharded, accumulate=asked.accumulate
         )
 
+    def _n_batches(self, asked: Asked) -> int:
+        """Return how many batches `_batches` yields."""
+        return self._iterations.n_batches(*asked[:3], sharded=asked.sharded)
+
     def step(self, loss: torch.Tensor | float | None = None) -> bool:
         """Step with the script's optimizer; return False once the run is over."""
         if self._is_left_over(self._iterations):

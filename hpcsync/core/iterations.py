@@ -166,6 +166,33 @@ class Iterations(Stateful):
             finally:
                 self.in_loop = False
 
+    def n_batches(self, data: Any, batch_size: int | None, epochs: int | None, *, sharded: bool = False) -> int:
+        """Return how many batches `shard` would yield from now on, if the run does not end before.
+
+        Raises
+        ------
+        TypeError
+            If that is not known beforehand.
+        JobError
+            If the data cannot be used.
+        """
+        if epochs is None or data is None:
+            raise TypeError("len: epochs = None, or no data, has no end but that of the run")
+        if self._allocated is not None:
+            raise TypeError("len: batches are allocated: how many this worker gets depends on the speeds of all")
+        batches = self.source(data, batch_size, sharded)
+        if self._in_step:
+            assert isinstance(batches, Ordered)
+            return max(0, self._n_in_step(batches, epochs)[0] - self._skip)
+        found, skip = 0, self._skip
+        for epoch in range(self._training_epochs, self._training_epochs + epochs):
+            if batches is None or (length := batches.length(epoch)) is None:
+                raise TypeError("len: only reading tells how many batches these data have")
+            known = self._lengths.get(epoch, length)
+            found += 0 if known <= skip else length - skip
+            skip = max(0, skip - known)
+        return found
+
     def begin_again(self) -> None:
         """Begin another iteration with the samples of the last one, such as the step of a further optimizer.
 
@@ -338,12 +365,16 @@ class Iterations(Stateful):
                 self._skip = max(0, skip - batches.counted())
                 self._say(batches.ended())
 
+    def _n_in_step(self, batches: Ordered, n_epochs: int) -> tuple[int, int]:
+        """Return the iterations of all workers in so many training epochs, and the batches that are left out."""
+        return divmod(n_epochs * whole_batches(batches.batch_size, batches.size), len(self._job.takers))
+
     def _batches_in_step(self, data: Any, batches: Source, epochs: range) -> Iterator[Batch]:
         """Yield equally many batches on all workers: an incomplete last iteration is left out."""
         assert isinstance(batches, Ordered)
-        n_batches = len(epochs) * whole_batches(batches.batch_size, batches.size)
-        n_iterations, n_left_out = divmod(n_batches, len(self._job.takers))
+        n_iterations, n_left_out = self._n_in_step(batches, len(epochs))
         if n_left_out and epochs.stop < sys.maxsize:
+            n_batches = n_iterations * len(self._job.takers) + n_left_out
             self._say(
                 f"{n_left_out} of {n_batches} batches are left out at the end of the loop, because all workers make "
                 "equally many iterations"

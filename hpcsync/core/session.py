@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Self
@@ -33,6 +33,42 @@ class WithoutBatch(JobError):
 
     def __init__(self, message: str = LINE) -> None:
         super().__init__(message)
+
+
+class Batches(Iterator[Any]):
+    """The batches that `Session.shard` returns; `len` is how many they are, unless the run ends before.
+
+    Parameters
+    ----------
+    batches
+        The batches.
+    count
+        Returns how many they are, before the first one. Raises TypeError if that is not known.
+    """
+
+    def __init__(self, batches: Iterator[Any], count: Callable[[], int]) -> None:
+        self._batches, self._count = batches, count
+        self._length: int | TypeError | None = None
+
+    def __next__(self) -> Any:
+        self._note_length()
+        return next(self._batches)
+
+    def __len__(self) -> int:
+        self._note_length()
+        if isinstance(self._length, int):
+            return self._length
+        raise TypeError(str(self._length))
+
+    def __bool__(self) -> bool:
+        return True
+
+    def _note_length(self) -> None:
+        if self._length is None:
+            try:
+                self._length = self._count()
+            except TypeError as error:
+                self._length = error
 
 
 class Asked(NamedTuple):
@@ -80,7 +116,7 @@ class Session(ABC):
         *,
         sharded: bool = False,
         accumulate: int = 1,
-    ) -> Iterator[Any]:
+    ) -> Batches:
         """Return an iterator over this worker's batches of the next training epochs.
 
         All workers together use every batch of a training epoch once.
@@ -107,8 +143,11 @@ class Session(ABC):
 
         Returns
         -------
-        iterator
-            The batches. On a server it is empty: the server serves here until the run is over.
+        Batches
+            An iterator over the batches. On a server it is empty: the server serves here until the run is over. Its
+            `len` is how many batches this worker gets if the run does not end before, in a resumed run without those
+            used already. It raises TypeError where that is not known beforehand: with `epochs` None, with allocated
+            batches, and for data whose batches only reading tells.
 
         Raises
         ------
@@ -123,11 +162,16 @@ class Session(ABC):
         end belongs to the epoch in which it begins.
         """
         self._refuse_outside()
-        return self._batches(Asked(dataset, batch_size, epochs, sharded, accumulate))
+        asked = Asked(dataset, batch_size, epochs, sharded, accumulate)
+        return Batches(self._batches(asked), lambda: self._n_batches(asked))
 
     @abstractmethod
     def _batches(self, asked: Asked) -> Iterator[Any]:
         """Return the batches that `shard` returns."""
+
+    @abstractmethod
+    def _n_batches(self, asked: Asked) -> int:
+        """Return how many they are, before the first one. Raises TypeError if that is not known."""
 
     def cancelled(self, share: float) -> bool:
         """Return True if the gradient of the current batch will not be used.

@@ -141,11 +141,14 @@ class PeerSession(RankSession):
         return self._exchange.loss_here(loss)
 
     def _batches(self, asked: Asked) -> Iterator[Any]:
-        """Yield this worker's batches of the data set."""
+        """Return this worker's batches; restore the state of a resumed run first."""
         if self._resumed is not None:  # not earlier: the script's setup may draw numbers and change the model, too
             with self._checkpoints.restoring(self._name):
                 self._restore(self._resumed)
             self._resumed = None
+        return self._yield_batches(asked)
+
+    def _yield_batches(self, asked: Asked) -> Iterator[Any]:
         source = self._iterations.source(asked.dataset, asked.batch_size, asked.sharded)
         self._describe(self._exchange.prepare(source, self._iterations))
         self._link.phases.enter(Phase.COMPUTING, self._machine.iteration + 1)
@@ -156,6 +159,10 @@ class PeerSession(RankSession):
         ):
             self._exchange.let_overlap(self._overlaps)
             yield self._exchange.begin(batch)
+
+    def _n_batches(self, asked: Asked) -> int:
+        """Return how many batches `_batches` yields."""
+        return self._iterations.n_batches(*asked[:3], sharded=asked.sharded)
 
     def _describe(self, attributes: Mapping[str, int]) -> None:
         """Add attributes to the trace; on rank 0 only."""

@@ -127,6 +127,9 @@ class FollowerSession(LinkedSession):
             self._serve()
         return iter(())
 
+    def _n_batches(self, asked: Asked) -> int:
+        return 0
+
     def _step(self, loss: torch.Tensor | float | None) -> None:
         """Raise WithoutBatch: a server does not train."""
         raise WithoutBatch

@@ -298,6 +298,10 @@ class WorkerSession(LinkedSession):
             *asked[:3], lambda: self.stopped, sharded=asked.sharded, accumulate=asked.accumulate
         )
 
+    def _n_batches(self, asked: Asked) -> int:
+        """Return how many batches `_batches` yields."""
+        return self._iterations.n_batches(*asked[:3], sharded=asked.sharded)
+
     def cancelled(self, share: float) -> bool:
         """Return whether server 0 has cancelled the current iteration."""
         super().cancelled(share)

@@ -374,6 +374,28 @@ def test_workers_with_separated_layers_make_equally_many_iterations(capsys):
             next(trained(separated(1), make(), [1]))
 
 
+@pytest.mark.parametrize("skipped", [0, 2, 99])
+def test_the_number_of_batches_is_known_where_workers_compute_with_those_of_others(skipped):
+    for worker in range(3):
+        iterations = separated(worker)
+        iterations.skip(skipped)
+        n_batches = iterations.n_batches(DATA, 4, 2)
+        assert n_batches == len([*iterations.shard(DATA, 4, 2, never)])
+
+
+def test_the_number_of_batches_after_an_epoch_that_the_loop_left_early():
+    iterations = make_iterations()
+    trains = epochs_left_early(iterations)
+    states = [iterations.state() for _ in trains]
+    resumed = make_iterations()
+    resumed.restore(states[2])
+    lengths = []
+    for _ in range(3):
+        lengths.append(resumed.n_batches(DATA, 4, 1))
+        assert len([*resumed.shard(DATA, 4, 1, never)]) == lengths[-1]
+    assert lengths[0] == 0 < lengths[1] < lengths[2]
+
+
 def test_the_batch_size_of_a_loader_is_known():
     for worker, expected in enumerate([[4, 4, 4], [4, 4, 2]]):
         iterations = make_iterations(worker)

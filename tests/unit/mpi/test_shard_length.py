@@ -1,0 +1,100 @@
+"""`len(sync.shard(...))` is the number of batches that follow, on every worker and under every paradigm."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mpi4py import MPI
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+
+import hpcsync
+from hpcsync.core.iterations import Iterations
+from tests.unit.mpi.test_checkpoints import killed
+
+DATA = TensorDataset(torch.arange(46.0)[:, None], torch.arange(46.0)[:, None])  # 11 batches of 4
+PARADIGMS = {
+    "bsp": {},
+    "asp": {},
+    "ssp": {"staleness": 1},
+    "easgd": {"period": 2},
+    "k-sync": {"k": 1},
+    "allreduce": {},
+    "local-sgd": {"steps": 2},
+    "gossip": {"mode": "push"},
+}
+
+
+def train(comm: MPI.Intracomm, out: Path, paradigm: str, **how: Any) -> tuple[list[int], list[int]]:
+    """Return the lengths of loops, and how many batches each had."""
+    model = torch.nn.Linear(1, 1)
+    sgd = torch.optim.SGD(model.parameters(), lr=1e-4)
+    lengths, counted = [], []
+    with hpcsync.connect(model, sgd, paradigm, comm=comm, out=out, **PARADIGMS[paradigm], **how) as sync:
+        for data, batch_size, epochs in ((DATA, 4, 1), (DataLoader(DATA, 4, shuffle=True), None, 2), (DATA, 4, 3)):
+            batches = sync.shard(data, batch_size, epochs)
+            lengths.append(len(batches))
+            counted.append(0)
+            for x, y in batches:
+                assert len(batches) == lengths[-1], "it stays"
+                sgd.zero_grad()
+                torch.nn.functional.mse_loss(model(x), y).backward()
+                sync.step()
+                counted[-1] += 1
+    return lengths, counted
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("paradigm", PARADIGMS)
+@pytest.mark.parametrize("forgets", [False, True], ids=["", "as-one-process"])
+def test_a_loop_has_as_many_batches_as_its_length(comm, only, folder, monkeypatch, paradigm, forgets):
+    """The control: the length of the whole data set."""
+    only(3)
+    if forgets:
+        monkeypatch.setattr(Iterations, "n_batches", lambda self, data, size, epochs, **how: 11 * epochs)
+    lengths, counted = train(comm, folder / "a", paradigm)
+    assert (lengths == counted) != forgets or (forgets and counted == [0, 0, 0])
+    if comm.rank == 0 and paradigm in ("bsp", "asp", "ssp", "easgd", "k-sync") and not forgets:
+        assert lengths == [0, 0, 0], "a server has none"
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("paradigm", ["bsp", "allreduce"])
+def test_a_resumed_loop_is_as_long_as_what_is_left_of_it(comm, only, folder, paradigm):
+    only(3)
+    how = {"checkpoint": {"updates": 9, "keep": 9}}
+    whole = train(comm, folder / "a", paradigm, **how)
+    lengths, counted = train(comm, killed(comm, folder / "a"), paradigm, resume=True, **how)
+    assert lengths == counted
+    assert sum(counted) < sum(whole[1]) or not sum(counted)
+
+
+class Stream(IterableDataset[Any]):
+    """Samples that are read from the beginning."""
+
+    def __iter__(self) -> Any:
+        return iter(range(8))
+
+
+@pytest.mark.once
+def test_a_length_that_is_not_known_is_a_type_error(comm, only, folder):
+    only(2)
+    model = torch.nn.Linear(1, 1)
+    sgd = torch.optim.SGD(model.parameters(), lr=1e-4)
+    sampled = DataLoader(DATA, 4, sampler=WeightedRandomSampler(torch.ones(46), 20))
+    with hpcsync.connect(model, sgd, "allreduce", comm=comm, out=folder / "a") as sync:
+        for given, said in (
+            ((DATA, 4, None), "epochs = None"),
+            ((Stream(), 4), "only reading tells"),
+            ((sampled,), "only"),
+        ):
+            with pytest.raises(TypeError, match=said) as refused:
+                len(sync.shard(*given))
+            assert "\n" not in str(refused.value)
+    divided = {"batches": {"policy": "equal-finish", "total": 8, "predictor": "last"}}
+    with hpcsync.connect(model, sgd, "allreduce", comm=comm, out=folder / "b", **divided) as sync:
+        assert sync.shard(DATA, 4), "it is not empty for all that"
+        with pytest.raises(TypeError, match="batches are allocated"):
+            len(sync.shard(DATA, 4))
