@@ -43,8 +43,8 @@ class _Worker:
 
     device: Device
     machine: WorkerMachine
-    step: int = 0  # number of the last local step begun, over the whole run
-    under_way: bool = False  # True while that step is being computed
+    step: int = 0  # number of the latest end of a local step that was scheduled; earlier ones do not hold
+    under_way: bool = False  # True while a step is being computed that may be stopped
     step_s: float = 0.0  # its begin
     device_s: float = 0.0  # its duration
     joins: bool = False  # True if the next grant answers its join
@@ -175,35 +175,28 @@ class ServerSimulation(Simulation):
             end_s = state.step_s + share * state.device_s
             if end_s >= self._loop.now_s:
                 state.under_way = False
-                self._loop.at(end_s, self._stopped_early, worker, share)
+                state.step += 1
+                self._loop.at(end_s, self._computed, worker, state.step, share)
                 return
 
-    def _stopped_early(self, worker: int, share: float) -> None:
-        machine = self._workers[worker].machine
-        self._step_ends(worker, share)
-        self._contribute(worker)
-        self._transfers.push_info(worker, machine.grant.iteration, self._arrive)
-
-    def _computed(self, worker: int, step: int) -> None:
+    def _computed(self, worker: int, step: int, share: float = 1.0) -> None:
+        """End a local step of which this share was computed."""
         state = self._workers[worker]
-        if not state.under_way or state.step != step:
-            return  # it was cancelled
+        if state.step != step:
+            return  # it was stopped before
         state.under_way = False
-        if self._step_ends(worker, 1.0):
+        if state.machine.computed(state.step_s, self._loop.now_s, self._step_samples(state.machine.grant), share):
             self._send(worker)
         else:
             self._compute(worker)
 
-    def _step_ends(self, worker: int, share: float) -> bool:
-        """End a local step of which this share was computed; return True if a push follows."""
-        state = self._workers[worker]
-        n_samples = self._step_samples(state.machine.grant)
-        return state.machine.computed(state.step_s, self._loop.now_s, n_samples, share)
-
     def _send(self, worker: int) -> None:
-        """Compress and push the worker's contribution."""
+        """Compress and push the worker's contribution; of a cancelled one only the push info."""
+        state = self._workers[worker]
         sizes_bytes = self._contribute(worker)
-        if self._encode_s:
+        if state.machine.share < 1.0:
+            self._transfers.push_info(worker, state.machine.grant.iteration, self._arrive)
+        elif self._encode_s:
             self._loop.after(self._encode_s, self._push, worker, sizes_bytes)
         else:
             self._push(worker, sizes_bytes)
