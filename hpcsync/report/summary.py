@@ -48,7 +48,8 @@ class WorkerSummary(BaseModel):
         Number of averages in which the worker took part, whichever side began them; only where pairs average.
     load_share, compute_share, wait_share, comm_share, between_share
         Shares of loading, compute, wait, communication, and of compression and the time between iterations, in their
-        sum; None before the first iteration.
+        sum, which is the time to the worker's last iteration (push): its wait for the end of the run is in none. None
+        before the first iteration.
     staleness_mean, staleness_max
         Staleness of the applied pushes, in updates.
     start_gap_max_iters, push_gap_max_iters
@@ -109,7 +110,8 @@ class Summary(BaseModel):
     events, events_missed
         Number of the events of the job, and descriptions of those that did not occur before the run ended.
     wait_share, between_share
-        Shares of all workers' time: waiting; compression and the time between iterations.
+        Shares of all workers' time, without their waits for the end: waiting; compression and the time between
+        iterations.
     final_loss
         Loss of the last evaluation; None if it is not finite.
     diverged_at
@@ -446,6 +448,7 @@ def _worker_table(summary: Summary) -> Table:
     ):
         if not any((share or 0.0) >= SMALL_SHARE for share in shares):
             columns = {other: cell for other, cell in columns.items() if other != name}
+    caption = f"{caption}\n{_ABOUT_SHARES}"
     if "other" in columns:
         caption = f"{caption}\nother: {between.WORDS}"
     for name in columns:
@@ -508,6 +511,7 @@ _SEPARATED: dict[str, Callable[[WorkerSummary], str]] = {
     "layers": lambda row: row.layers or "-",
     **{name: cell for name, cell in _EXCHANGING.items() if name not in ("worker", "exchanges")},
 }
+_ABOUT_SHARES = "shares: of the time to a worker's last iteration, not to the run's end"
 _ABOUT_PUSHING = "staleness: mean (largest), in updates; leads: the largest, in pushes"
 _ABOUT_COMMITTING = "staleness: mean (largest), in updates; steps, of data, sent: as last planned"
 _ABOUT_EXCHANGING = "exchanges: with another worker or with all of them"

@@ -12,6 +12,7 @@ from rich.console import Console
 from hpcsync.audit.server_recount import Recount
 from hpcsync.config.cluster import ClusterEvent
 from hpcsync.paradigms.records import NO_PEER, Problem
+from hpcsync.report.aggregate import Tally
 from hpcsync.report.summary import summarize, table
 from hpcsync.trace import reader, schema
 from hpcsync.trace.reader import TraceError
@@ -208,6 +209,18 @@ def test_numbers_of_a_summary_are_consistent(paradigm):
     for worker in summary.workers:
         rest = worker.between_share  # compression
         assert worker.compute_share + worker.wait_share + worker.comm_share + rest == pytest.approx(1.0)
+
+
+def test_shares_are_of_the_time_to_the_last_iteration_and_the_table_says_so():
+    """Under SSP the fast worker waits for the end of the run, which is in none of its shares."""
+    played = record("ssp", (0.1, 3.0), updates=8)
+    tally, pushes = Tally(played), played.tables["pushes"]
+    known_s = sum(tally.parts_s.values()) + tally.between.seconds
+    last_s = [pushes["now_s"][pushes["worker"] == worker].max() for worker in range(2)]
+    assert known_s == pytest.approx(last_s) and last_s[0] < last_s[1] == tally.duration_s
+    said = "shares: of the time to a worker's last iteration, not to the run's end"
+    for each in (played, peer_recorder.record("pull")):
+        assert said in " ".join(text(summarize(each)).split())
 
 
 def test_table_shows_the_extremes_of_many_workers():
