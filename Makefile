@@ -135,6 +135,13 @@ newest:
 	.venv-newest/bin/python $(PIP) --upgrade --upgrade-strategy eager --editable '.[mpi,analysis,models,dev]'
 	.venv-newest/bin/python -m pytest -q -n 2 --dist loadfile tests/unit
 	said=$$(.venv-newest/bin/hpcsync run jobs/digits-bsp.toml 2>&1 >/dev/null) && test -z "$$said" || { echo "$$said"; exit 1; }
+
+# The unit tests with the oldest torch that is accepted.
+oldest:
+	test -x .venv-oldest/bin/pip || $(PYTHON) -m venv --clear .venv-oldest
+	.venv-oldest/bin/python $(PIP) --editable '.[mpi,analysis,dev]' torch==2.6.0
+	.venv-oldest/bin/python -m pytest -q -n 2 --dist loadfile $(TURNS) tests/unit
+
 # ---- the documentation: docs/_build/html/index.html ----
 
 docs: .venv/docs-ready
@@ -149,7 +156,7 @@ format: .venv/ready
 	.venv/bin/ruff format .
 
 clean:
-	rm -rf .venv .venv-mpich .venv-newest .venv-scripts build docs/_build *.egg-info .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-mpich .venv-newest .venv-oldest .venv-scripts build docs/_build *.egg-info .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: run test venv check unit slurm slurm-.venv slurm-.venv-mpich ranks ranks-.venv ranks-.venv-mpich wheel-check scripts benchmarks docs/benchmarks.json gpu newest docs format clean
+.PHONY: run test venv check unit slurm slurm-.venv slurm-.venv-mpich ranks ranks-.venv ranks-.venv-mpich wheel-check scripts benchmarks docs/benchmarks.json gpu newest oldest docs format clean

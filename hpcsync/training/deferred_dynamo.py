@@ -31,18 +31,18 @@ class _Deferred(ModuleType):
     def graph_break(self, msg: str = "") -> None:
         """Do nothing: there is no graph."""
 
-    def disable(self, fn: Callable[..., Any], recursive: bool = True, *, wrapping: bool = True) -> Callable[..., Any]:
+    def disable(self, fn: Callable[..., Any], *args: Any, **options: Any) -> Callable[..., Any]:
         """Return `fn` as the real module's ``disable`` would, once that is loaded, and call it plainly until then."""
         real: list[Callable[..., Any]] = []
 
         @functools.wraps(fn)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*given: Any, **named: Any) -> Any:
             module = sys.modules[NAME]
             if module is self:
-                return fn(*args, **kwargs)
+                return fn(*given, **named)
             if not real:
-                real.append(module.disable(fn, recursive, wrapping=wrapping))
-            return real[0](*args, **kwargs)
+                real.append(module.disable(fn, *args, **options))
+            return real[0](*given, **named)
 
         return call
 

@@ -11,6 +11,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -202,12 +203,21 @@ def _sgd(group: Mapping[str, Any], states: Mapping[Any, Any], weights: torch.Ten
     return True
 
 
-def _adam(group: Mapping[str, Any], states: Mapping[Any, Any], weights: torch.Tensor, gradient: torch.Tensor) -> bool:
-    """Call the kernel of Adam or AdamW; return False if there is no state to do so."""
+def _adam(
+    group: Mapping[str, Any],
+    states: Mapping[Any, Any],
+    weights: torch.Tensor,
+    gradient: torch.Tensor,
+    decoupled: bool = False,
+) -> bool:
+    """Call the kernel of Adam or AdamW; return False if there is no state to do so.
+
+    Until torch 2.6 whether the weight decay is decoupled follows from the class alone.
+    """
     if "step" not in (state := states.get(weights, {})):
         return False
     state["step"].add_(1)
-    kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
+    kernel = torch._fused_adamw_ if group.get("decoupled_weight_decay", decoupled) else torch._fused_adam_
     kernel(
         [weights.data], [gradient], [state["exp_avg"]], [state["exp_avg_sq"]],
         [state["max_exp_avg_sq"]] if group["amsgrad"] else [], [state["step"]], lr=group["lr"],
@@ -221,7 +231,7 @@ Kernel = Callable[[Mapping[str, Any], Mapping[Any, Any], torch.Tensor, torch.Ten
 _KERNELS: dict[type[torch.optim.Optimizer], Kernel] = {
     torch.optim.SGD: _sgd,
     torch.optim.Adam: _adam,
-    torch.optim.AdamW: _adam,
+    torch.optim.AdamW: partial(_adam, decoupled=True),
 }
 
 

@@ -221,12 +221,16 @@ CASES: dict[str, tuple[Callable, Callable, int]] = {  # script, optimizer, batch
     "accumulating": (accumulating, two_groups, 2),
     "sometimes unused": (sometimes_unused, sgd, 1),
     "closure, Nesterov": (with_closure, nesterov, 1),
-    "whole matrices": (with_closure, muon, 1),
     "loaded state": (with_closure, loaded, 1),
     "own class": (thawing, own, 1),
     "activation checkpointing": (checkpointed, sgd, 1),
     "gradients between steps": (differentiating_between, sgd, 1),
 }
+
+
+NO_MUON = not hasattr(torch.optim, "Muon")  # since torch 2.9
+if not NO_MUON:
+    CASES["whole matrices"] = (with_closure, muon, 1)
 
 
 def plain(case: str, n_workers: int) -> torch.Tensor:
@@ -531,6 +535,7 @@ def test_two_optimizers_refuse_allocated_batches(comm, needs, folder, paradigm):
         pass
 
 
+@pytest.mark.skipif(NO_MUON, reason="torch has no Muon")
 @pytest.mark.parametrize("paradigm", ["bsp", "bsp, 2 servers", "allreduce", "local-sgd"])
 def test_muon_steps_on_whole_matrices(comm, needs, folder, paradigm):
     """Only it can step on them: it refuses anything else."""

@@ -233,6 +233,8 @@ def skipping(m, x):
 
 CONTROL = "symbolically traced variables cannot be used as inputs to control flow"
 FX = "the model's forward cannot be traced by torch.fx: "
+# torch 2.6 refuses the assignment itself. (Versions of torch are compared as versions, not as text.)
+ASSIGNED = "cannot assign" if torch.__version__ < "2.7" else "it assigns to a buffer, which it may only change in place"
 TENSOR = "must be called with one tensor, which comes from the batch, and with nothing else"
 BY = "is used after it: the lower half may pass on only the tensor that enters the submodule"
 REFUSED = {
@@ -247,7 +249,7 @@ REFUSED = {
         lambda m, x: m.fc(m.low(x) + m.constant),
         FX + "it uses a tensor that is neither a parameter nor a buffer of the model",
     ),
-    "buffer": (counted, FX + "it assigns to a buffer, which it may only change in place"),
+    "buffer": (counted, FX + ASSIGNED),
     "never": (
         lambda m, x: functional.linear(m.low(x), m.fc.weight),
         "must be called once by the model's forward, not 0",
