@@ -124,7 +124,7 @@ class World:
         with self.lock:
             if self.ended.is_set() or ready():
                 return False
-            wait = self.turns.begin(ready)
+            wait = Wait(ready, has_turn=self.turns.mine)
             self._waits[rank].append(wait)
         if not self.turns.wait(wait, limit_s):
             with self.lock:

@@ -49,9 +49,9 @@ class Wait:
     Parameters
     ----------
     ready
-        Whether what the thread waits for has happened.
+        Returns whether what the thread waits for has happened.
     has_turn
-        Whether the thread had a turn: then it waits for one again, too.
+        Whether the thread has a turn when the wait begins: then it waits for one again, too.
     """
 
     def __init__(self, ready: Callable[[], bool], has_turn: bool) -> None:
@@ -109,12 +109,15 @@ class Turns:
             self._give()
             self._take()
 
-    def begin(self, ready: Callable[[], bool]) -> Wait:
-        """Return a new wait of this thread, which `wait` is then called with."""
-        return Wait(ready, self.mine)
-
     def wait(self, wait: Wait, limit_s: float = -1.0) -> bool:
         """Let other ranks compute until this wait has ended and this thread has its turn again.
+
+        Parameters
+        ----------
+        wait
+            Wait of this thread.
+        limit_s
+            Longest time until the end of the wait, in seconds; -1 for no limit.
 
         Returns
         -------
