@@ -143,7 +143,7 @@ class Session(ABC):
 
         Returns
         -------
-        Batches
+        iterator
             An iterator over the batches. On a server it is empty: the server serves here until the run is over. Its
             `len` is how many batches this worker gets if the run does not end before, in a resumed run without those
             used already. It raises TypeError where that is not known beforehand: with `epochs` None, with allocated
