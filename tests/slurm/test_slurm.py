@@ -34,9 +34,9 @@ cluster = {cluster}
 PADDED = '{compute = {model = "constant", seconds = 0.02}}'
 ENDLESS = 1_000_000
 ONE_A_NODE = "--ntasks-per-node=1"  # fewer ranks start sooner
-LIMIT_S = 100.0
+LIMIT_S = 200.0  # on a busy machine
 
-pytestmark = [pytest.mark.hosts, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.hosts, pytest.mark.timeout(480)]
 
 
 @pytest.fixture(scope="module")
