@@ -7,7 +7,7 @@ from random import Random
 from statistics import median_low
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hpcsync.planning.k_controller import (
@@ -73,6 +73,7 @@ def test_the_bound_of_the_stuck():
 
 @PROPERTY
 @given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=9))
+@example([1.0, 2.0])
 def test_the_k_of_most_throughput_is_the_best_of_all(times_s):
     """Whoever comes first: an update of k workers that all begin together takes as long as the k-th of them."""
     k, throughput = most_throughput(sorted(times_s))

@@ -123,6 +123,13 @@ def test_a_fixed_share_is_found_exactly_without_noise(share):
     assert cost.samples() == pytest.approx(32 * share / (1 - share), rel=0.1, abs=1e-9)
 
 
+@pytest.mark.parametrize("share", [0.98, 1.0])
+def test_a_fixed_share_near_one_counts_as_nine_tenths(share):
+    """Else an iteration that hardly depends on its size would be given nearly all samples."""
+    cost, _ = observed(changing, share=share)
+    assert cost.samples() == pytest.approx(np.mean(changing) * 0.9 / 0.1, rel=0.15)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_constant_batches_give_no_fixed_cost_whatever_the_noise(seed):
     assert observed([32] * 500, jitter=0.2, seed=seed)[1] == 0.0
