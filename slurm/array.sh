@@ -2,6 +2,7 @@
 # hpcsync slurm jobs/digits-bsp.toml --array 'paradigm=[{name = "bsp"}, {name = "ssp", staleness = 3}]' --array 'seed=[1, 2, 3]' --nodes 2 --ntasks-per-node 2 --partition cpu --time 1:00:00 --mpi pmix
 #SBATCH --job-name=digits-bsp
 #SBATCH --output=%x-%j.out
+#SBATCH --open-mode=append
 #SBATCH --time=1:00:00
 #SBATCH --array=0-5
 #SBATCH --partition=cpu
@@ -18,5 +19,6 @@ case $SLURM_ARRAY_TASK_ID in
     5) settings=(--set 'paradigm={name = "ssp", staleness = 3}' --set seed=3) ;;
 esac
 export OMP_NUM_THREADS="$SLURM_CPUS_PER_TASK"
-srun --mpi=pmix --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \
-    python -m mpi4py -m hpcsync run jobs/digits-bsp.toml "${settings[@]}" -n "$SLURM_NTASKS" --out "runs/$SLURM_JOB_NAME-$SLURM_ARRAY_JOB_ID/$SLURM_ARRAY_TASK_ID"
+srun --mpi=pmix --kill-on-bad-exit=1 --export=ALL --cpus-per-task="$SLURM_CPUS_PER_TASK" \
+    python -m mpi4py -m hpcsync run jobs/digits-bsp.toml "${settings[@]}" \
+    -n "$SLURM_NTASKS" --out "runs/$SLURM_JOB_NAME-$SLURM_ARRAY_JOB_ID/$SLURM_ARRAY_TASK_ID" --resume

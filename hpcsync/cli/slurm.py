@@ -5,6 +5,10 @@ The script requests resources, and starts all ranks with one srun. Reasons for i
 - Since Slurm 22.05 srun does not inherit --cpus-per-task from the job, so it is repeated.
 - Each MPI library works with one value of srun's --mpi; with another it makes N worlds of one rank.
 - Without --kill-on-bad-exit=1 the ranks would wait forever for a rank that was killed.
+- After sbatch --export=NONE, the default of some clusters, srun gives the ranks none of the variables of the script,
+  such as those of modules, without --export=ALL.
+- Unless the cluster forbids it, Slurm queues any job again when a node fails. With --resume the second start continues
+  the run, whose folder has the same name; without, it would be refused.
 - Slurm sends SIGTERM to a preemptible job some time before its end. The ranks then write a checkpoint and end with
   status 75, and the script, which receives no signal, requeues the job: Slurm itself requeues only a job that is still
   running when its time is over. If a rank was killed, such as for want of memory, the status is none of hpcsync's own,
@@ -12,7 +16,8 @@ The script requests resources, and starts all ranks with one srun. Reasons for i
   than a limit. Of an array it names its own task: the job id of the last task is also that of the array, all of
   whose tasks Slurm would end and queue again.
 - With on_death = "restart" the script starts one `hpcsync run`, which starts the ranks with srun, again when one has
-  died. With --no-kill the job goes on when a node fails.
+  died. With --no-kill the job goes on when a node fails. A job that was submitted from a step, such as an interactive
+  shell, has variables of that step, by which `hpcsync run` would take itself for a rank of it.
 - The ranks of a heterogeneous job are one world if one srun starts them; each kind of node has its own number of
   threads.
 """
@@ -32,7 +37,9 @@ from hpcsync.config.job import Job
 from hpcsync.system import launcher
 
 MOST_RESTARTS = 10  # after which a job of which a rank was killed is not queued again
-WARNING_S = 120  # SIGTERM is sent this long before the time limit of a preemptible job; Slurm may be a minute early
+WARNING_S = 120  # SIGTERM is sent this long before the time limit of a preemptible job
+EARLY_S = 60  # Slurm may send it so much earlier
+OF_STEP = ("SLURM_STEP_ID", "PMIX_RANK", "PMI_SIZE")  # variables by which `launcher` recognises a rank of srun
 
 
 class BatchRequest(NamedTuple):
@@ -110,15 +117,21 @@ def script(path: Path, overrides: Sequence[str], asked: BatchRequest, command: s
     for job in loaded:
         jobs.refuse_simulated(job)
     restarts = _restart(loaded, len(kinds))
+    if asked.preemptible and asked.time is not None and 0 < _seconds(asked.time) <= WARNING_S + EARLY_S:
+        raise JobError(
+            f"--time {asked.time}: must be more than {(WARNING_S + EARLY_S) // 60} minutes with --preemptible, which "
+            "may end and requeue the job that long before its time limit"
+        )
     lines = [
         "#!/bin/bash",
         f"# {command}",
-        *_directives({"job_name": loaded[0].name, "output": "%x-%j.out", "time": asked.time, "account": asked.account}),
+        *_directives({"job_name": loaded[0].name, "output": "%x-%j.out", "open_mode": "append"}),
+        *_directives({"time": asked.time, "account": asked.account}),
     ]
     if tasks:
         lines += _directives({"array": f"0-{len(tasks) - 1}"})
     if asked.preemptible:
-        lines += ["#SBATCH --requeue", *_directives({"open_mode": "append", "signal": f"TERM@{WARNING_S}"})]
+        lines += ["#SBATCH --requeue", *_directives({"signal": f"TERM@{WARNING_S}"})]
     lines += ["#SBATCH --no-kill"] if restarts else []
     for i, kind in enumerate(kinds):
         lines += ["#SBATCH hetjob"] if i else []
@@ -152,6 +165,14 @@ def _kinds(asked: BatchRequest) -> list[dict[str, Any]]:
                 f"--{_dashed(name)}: given {len(values)} times; must be given once, or once per kind of node, {n} times"
             )
     return [{name: values[i % len(values)] for name, values in each.items()} for i in range(n)]
+
+
+def _seconds(time: str) -> int:
+    """Return a time limit in seconds; 0 for none."""
+    days, _, clock = time.rpartition("-")
+    fields = [int(field) for field in clock.split(":")]
+    units = (3600, 60, 1) if days or len(fields) == 3 else (60, 1)
+    return int(days or 0) * 86400 + sum(n * unit for n, unit in zip(fields, units, strict=False))
 
 
 def _directives(options: dict[str, Any]) -> list[str]:
@@ -189,26 +210,25 @@ def _program(
     path: Path, overrides: Sequence[str], asked: BatchRequest, n_kinds: int, *, settings: bool, restarts: bool
 ) -> list[str]:
     srun = f"srun --mpi={asked.mpi or mpi_of_this_python()} --kill-on-bad-exit=1"
+    srun += " --export=ALL" if n_kinds == 1 else ""  # several kinds have different variables
     groups = [f"_HET_GROUP_{i}" for i in range(n_kinds)] if n_kinds > 1 else [""]
     ranks = f"$(({' + '.join(f'SLURM_NTASKS{group}' for group in groups)}))" if n_kinds > 1 else '"$SLURM_NTASKS"'
-    program = [shlex.quote(str(path)), *(f"--set {shlex.quote(s)}" for s in overrides)]
-    program += ['"${settings[@]}"'] if settings else []
+    what = " ".join([shlex.quote(str(path)), *(f"--set {shlex.quote(s)}" for s in overrides)])
+    what += ' "${settings[@]}"' if settings else ""
     folder = "$SLURM_ARRAY_JOB_ID/$SLURM_ARRAY_TASK_ID" if settings else "$SLURM_JOB_ID"
-    program += [
-        f"-n {ranks}",
-        f'--out "runs/$SLURM_JOB_NAME-{folder}"',
-        *(["--resume"] if asked.preemptible or restarts else []),
-    ]
-    run = f"python -m mpi4py -m hpcsync run {' '.join(program)}"
+    how = f'-n {ranks} --out "runs/$SLURM_JOB_NAME-{folder}" --resume'
+    rank = f"python -m mpi4py -m hpcsync run {what}"
     if restarts:
         threads = "$SLURM_CPUS_PER_TASK"
-        lines = [f'export OMP_NUM_THREADS="{threads}"', f'export MPIEXEC="{srun} --cpus-per-task={threads}"']
-        lines.append(f"python -m hpcsync run {' '.join(program)}")
+        lines = [f"unset {' '.join(OF_STEP)}", f'export OMP_NUM_THREADS="{threads}"']
+        lines.append(f'export MPIEXEC="{srun} --cpus-per-task={threads}"')
+        lines.append(f"python -m hpcsync run {what} {how}")
     elif n_kinds == 1:
         threads = '"$SLURM_CPUS_PER_TASK"'
-        lines = [f"export OMP_NUM_THREADS={threads}", f"{srun} --cpus-per-task={threads} \\", f"    {run}"]
+        lines = [f"export OMP_NUM_THREADS={threads}", f"{srun} --cpus-per-task={threads} \\"]
+        lines += [f"    {rank} \\", f"    {how}"]
     else:
-        lines = [f"run=({run})", f"{srun} \\"]
+        lines = [f"run=({rank} {how})", f"{srun} \\"]
         for i, group in enumerate(groups):
             threads = f"$SLURM_CPUS_PER_TASK{group}"
             options = f'--het-group={i} --cpus-per-task="{threads}" --export="ALL,OMP_NUM_THREADS={threads}"'

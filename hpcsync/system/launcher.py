@@ -103,7 +103,8 @@ OF_RANKS = (
 )
 OF_USERS = ("OMPI_MCA_", "OMPI_ALLOW_", "PMIX_MCA_", "PRTE_MCA_", "PRTE_ALLOW_")  # unless a longer prefix above fits
 
-SRUN_MPI = {"Open MPI": "pmix", "MPICH": "pmi2"}  # value of srun's --mpi with which the ranks are one world
+# Value of srun's --mpi with which the ranks are one world, by the first of these in the library's version text.
+SRUN_MPI = {"Open MPI": "pmix", "CRAY MPICH": "cray_shasta", "MPICH": "pmi2"}
 
 RANKS_PER_CORE, RANKS_ANYWHERE = 8, 16  # limits without --oversubscribe: more ranks are rarely intended
 LOOK_S, LOST_S = 0.5, 2.0  # how often a start is looked at; how long ranks may take to end after each other
@@ -573,9 +574,10 @@ def expected_size(environ: Mapping[str, str] | None = None) -> int | None:
 def _in_step(environ: Mapping[str, str]) -> bool:
     """Return True if srun has started this process, or the shell above it.
 
-    A batch script and the interactive shell of salloc are steps too, with the largest 32-bit numbers.
+    A batch script and the interactive shell of salloc are steps too, with the largest 32-bit numbers, which Slurm 26.05
+    writes with a sign.
     """
-    return int(environ.get("SLURM_STEP_ID", 2**32 - 1)) < 2**32 - 16
+    return 0 <= int(environ.get("SLURM_STEP_ID", -1)) < 2**32 - 16
 
 
 def expected_rank(environ: Mapping[str, str] | None = None) -> int:
@@ -609,7 +611,7 @@ def under_launcher(environ: Mapping[str, str] | None = None) -> bool:
     environ = os.environ if environ is None else environ
     size = expected_size(environ)
     if size is None:
-        return "PMIX_RANK" in environ
+        return "PMIX_RANK" in environ and "SLURM_STEP_ID" not in environ  # else of the shell that submitted the job
     return size > 1 or "OMPI_COMM_WORLD_SIZE" in environ or ("PMI_SIZE" in environ and not under_pmi2_of_slurm(environ))
 
 

@@ -15,6 +15,7 @@ import pytest
 from hpcsync.cli import app
 from hpcsync.cli.slurm import BatchRequest, script
 from hpcsync.config.errors import JobError
+from hpcsync.system import launcher
 
 JOB = """
 name = "small"
@@ -63,6 +64,7 @@ def test_one_kind_of_node(job: Path, tmp_path: Path) -> None:
     assert directives(text) == [
         "--job-name=small",
         "--output=%x-%j.out",
+        "--open-mode=append",
         "--time=1-0",
         "--account=abc",
         "--partition=gpu",
@@ -73,16 +75,16 @@ def test_one_kind_of_node(job: Path, tmp_path: Path) -> None:
         "--mem=4G",
     ]
     status, calls = execute(text, tmp_path)
-    options = ["--mpi=pmix", "--kill-on-bad-exit=1", "--cpus-per-task=3"]
+    options = ["--mpi=pmix", "--kill-on-bad-exit=1", "--export=ALL", "--cpus-per-task=3"]
     run = ["python", "-m", "mpi4py", "-m", "hpcsync", "run", str(job), "--set", "seed=2", "-n", "4"]
-    assert (status, calls) == (0, [["srun", "3", *options, *run, "--out", "runs/small-7"]])
+    assert (status, calls) == (0, [["srun", "3", *options, *run, "--out", "runs/small-7", "--resume"]])
     assert execute(text, tmp_path, STATUS="3")[0] == 3
 
 
 def test_only_requested_options_are_written(job: Path) -> None:
     text = script(job, [], TWO_BY_TWO, "")
     assert [line for line in directives(text) if "None" in line] == []
-    assert len(directives(text)) == 5
+    assert len(directives(text)) == 6
 
 
 def test_two_kinds_of_nodes_are_one_job_and_one_srun(job: Path, tmp_path: Path) -> None:
@@ -96,7 +98,7 @@ def test_two_kinds_of_nodes_are_one_job_and_one_srun(job: Path, tmp_path: Path) 
     _, calls = execute(text, tmp_path, **{f"SLURM_{name}": str(value) for name, value in groups.items()})
     (call,) = calls
     components = " ".join(call[2:]).split(" : ")
-    run = f"python -m mpi4py -m hpcsync run {job} -n 4 --out runs/small-7"
+    run = f"python -m mpi4py -m hpcsync run {job} -n 4 --out runs/small-7 --resume"
     for i, (component, threads) in enumerate(zip(components, (1, 4), strict=True)):
         group = f"--het-group={i} --cpus-per-task={threads} --export=ALL,OMP_NUM_THREADS={threads} {run}"
         assert component.removeprefix("--mpi=pmi2 --kill-on-bad-exit=1 ") == group
@@ -114,8 +116,8 @@ def test_an_array_runs_every_combination_once(job: Path, tmp_path: Path) -> None
     found = []
     for i in range(6):
         ids = {"SLURM_ARRAY_JOB_ID": "6", "SLURM_ARRAY_TASK_ID": str(i)}
-        _, ((*_, setting, paradigm, _, seed, _, n, out, folder),) = execute(text, tmp_path, **ids)
-        assert (setting, n, out, folder) == ("--set", "4", "--out", f"runs/small-6/{i}")
+        _, ((*_, setting, paradigm, _, seed, _, n, out, folder, resume),) = execute(text, tmp_path, **ids)
+        assert (setting, n, out, folder, resume) == ("--set", "4", "--out", f"runs/small-6/{i}", "--resume")
         found.append((paradigm, seed))
     dssp = 'paradigm={name = "dssp", staleness_min = 1, staleness_max = 3}'
     assert found == [(p, f"seed={i}") for p in ('paradigm={name = "bsp"}', dssp) for i in (1, 2, 3)]
@@ -139,6 +141,23 @@ def test_a_preemptible_array_requeues_the_task_alone(job: Path, tmp_path: Path) 
     text = script(job, [], TWO_BY_TWO._replace(preemptible=True, array=["seed=[1, 2]"]), "")
     task = {"SLURM_JOB_ID": "5", "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "1", "STATUS": "75"}
     assert execute(text, tmp_path, **task)[1][1:] == [["scontrol", "3", "requeue", "5_1"]]
+
+
+@pytest.mark.parametrize("step", [{"PMIX_RANK": "0"}, {"PMI_SIZE": "4", "PMI_RANK": "0", "PMI_JOBID": "6.0"}, {}])
+def test_a_run_that_starts_its_ranks_is_none_of_a_step_from_which_the_job_was_submitted(
+    job: Path, tmp_path: Path, step: dict[str, str]
+) -> None:
+    seen_by = f"json.dump(dict(os.environ), open({str(tmp_path / 'seen')!r}, 'w'))"
+    (tmp_path / "python").write_text(f"#!{sys.executable}\nimport json, os\n{seen_by}\n")
+    (tmp_path / "python").chmod(0o755)
+    given = {"SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "3", "SLURM_NTASKS": "4", "SLURM_JOB_NAME": "small", **step}
+    environ = {"PATH": f"{tmp_path}:/bin:/usr/bin", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", **given}
+    assert launcher.under_launcher(environ), "the control"
+    text = script(job, ['cluster.on_death="restart"'], TWO_BY_TWO, "")
+    subprocess.run(["bash", "-c", text], env=environ, check=True)
+    seen = json.loads((tmp_path / "seen").read_text())
+    assert not launcher.under_launcher(seen)
+    assert seen["MPIEXEC"] == "srun --mpi=pmix --kill-on-bad-exit=1 --export=ALL --cpus-per-task=3"
 
 
 @pytest.mark.parametrize(
@@ -184,6 +203,18 @@ def test_the_forms_of_a_time_limit(job: Path, time: str) -> None:
     assert f"--time={time}" in directives(script(job, [], TWO_BY_TWO._replace(time=time), ""))
 
 
+@pytest.mark.parametrize("time", ["1", "3", "2:59", "3:00", "0:03:00", "0-0:03"])
+def test_a_preemptible_job_that_would_be_requeued_as_soon_as_it_starts_is_refused(job: Path, time: str) -> None:
+    with pytest.raises(JobError, match=f"^--time {time}: must be more than 3 minutes with --preemptible, "):
+        script(job, [], TWO_BY_TWO._replace(time=time, preemptible=True), "")
+    assert f"--time={time}" in directives(script(job, [], TWO_BY_TWO._replace(time=time), ""))
+
+
+@pytest.mark.parametrize("time", ["0", "4", "3:01", "0:03:01", "1:00:00", "0-1", "1-0", "0-0:04", "1-0:00:01"])
+def test_a_preemptible_job_with_more_time(job: Path, time: str) -> None:
+    assert f"--time={time}" in directives(script(job, [], TWO_BY_TWO._replace(time=time, preemptible=True), ""))
+
+
 def test_a_list_of_one_for_each_worker_must_fit(job: Path) -> None:
     job.write_text(JOB + "[cluster]\nworkers = 2\ncompute = {model = 'constant', seconds = [0.1, 0.2]}\n")
     with pytest.raises(JobError, match="cluster.compute.seconds = .*: must be one number, or a list of .*workers = 3"):
@@ -196,6 +227,19 @@ def test_srun_gets_the_kind_of_mpi_of_this_python(job: Path) -> None:
         [sys.executable, "-m", "mpi4py", "--mpi-lib-version"], capture_output=True, text=True
     ).stdout
     assert f"srun --mpi={'pmix' if 'Open MPI' in library else 'pmi2'} " in text
+
+
+@pytest.mark.parametrize(
+    ("library", "kind"),
+    [
+        ("Open MPI v5.0.11, package: ...", "pmix"),
+        ("MPICH Version:      5.0.2", "pmi2"),
+        ("MPI VERSION    : CRAY MPICH version 8.1.25.17 (ANL base 3.4a2)", "cray_shasta"),
+    ],
+)
+def test_each_library_has_its_kind(job: Path, monkeypatch: pytest.MonkeyPatch, library: str, kind: str) -> None:
+    monkeypatch.setattr(launcher, "mpi_library", lambda: library)
+    assert f"srun --mpi={kind} " in script(job, [], TWO_BY_TWO._replace(mpi=None), "")
 
 
 # ---- the scripts of slurm/ ----

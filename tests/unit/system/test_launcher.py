@@ -175,7 +175,7 @@ def test_mpich_with_both_netmods_uses_ofi(
 def test_a_shell_of_srun_shares_its_cpus_and_not_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     for shell in (SHELL, PMI2_SHELL):
         assert launcher.environment(shell)["SLURM_OVERLAP"] == "1"
-    for outside in ({}, BATCH, INTERACTIVE, SCRIPT):
+    for outside in ({}, BATCH, INTERACTIVE, SCRIPT, SIGNED_SCRIPT):
         assert "SLURM_OVERLAP" not in launcher.environment(outside)
     for name, value in PMI2_SHELL.items():
         monkeypatch.setenv(name, value)
@@ -413,6 +413,7 @@ SHELL = {**STEP, "SLURM_STEP_NUM_TASKS": "1", "PMIX_RANK": "0"}
 PMI2_SHELL = {**STEP, "SLURM_STEP_NUM_TASKS": "1", "PMI_SIZE": "1", "PMI_RANK": "0", "PMI_JOBID": "7.0"}
 INTERACTIVE = {**STEP, "SLURM_STEP_ID": "4294967290"}
 SCRIPT = {**STEP, "SLURM_STEP_ID": "4294967291"}
+SIGNED_SCRIPT = {**STEP, "SLURM_STEP_ID": "-5"}  # of Slurm 26.05
 
 
 @pytest.mark.parametrize(
@@ -429,6 +430,8 @@ SCRIPT = {**STEP, "SLURM_STEP_ID": "4294967291"}
         ({**PMI2_SHELL, "PMI_SIZE": "3", "SLURM_STEP_NUM_TASKS": "3", "PMI_RANK": "1"}, 3, True),
         (INTERACTIVE, None, False),
         (SCRIPT, None, False),
+        (SIGNED_SCRIPT, None, False),
+        ({**SIGNED_SCRIPT, "PMIX_RANK": "0"}, None, False),  # of the shell in which the job was submitted
         ({**STEP, **OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "5"}, 5, True),
     ],
 )
@@ -562,7 +565,12 @@ def test_pmi2_of_srun_is_recognised() -> None:
     [
         (STEP, "Open MPI v5.0.11", "srun --mpi=pmix, or {} inside the allocation"),
         (STEP, "MPICH Version: 5.0.2", "srun --mpi=pmi2, or {} inside the allocation"),
-        (STEP, "", "srun --mpi=pmix or srun --mpi=pmi2, or {} inside the allocation"),
+        (STEP, "MPI VERSION    : CRAY MPICH version 8.1", "srun --mpi=cray_shasta, or {} inside the allocation"),
+        (
+            STEP,
+            "",
+            "srun --mpi=pmix or srun --mpi=cray_shasta or srun --mpi=pmi2, or {} inside the allocation",
+        ),
         (OPEN_MPI, "MPICH Version: 5.0.2", "{}, which belongs to this Python's MPI library"),
         (MPICH, "Open MPI v5.0.11", "{}, which belongs to this Python's MPI library"),
     ],
