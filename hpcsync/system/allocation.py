@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from hpcsync.system import launcher
+
 QUERY_S = 60.0
 PROBE = "srun --immediate=10 --overlap --mpi=none --nodes=1 --ntasks=1 --nodelist"
 POLL_S = 2.0
@@ -58,8 +60,8 @@ def left(
     """
     environ = os.environ if environ is None else environ
     n_before = int(environ.get("SLURM_JOB_NUM_NODES", "1"))
-    job = environ.get("SLURM_JOB_ID")
-    if job is None or n_before == 1:
+    job = launcher.batch_job(environ)  # of an array the task: SLURM_JOB_ID may name all of them
+    if not job or n_before == 1:
         return Left(n_ranks, {})
     nodes = _settled(job, nodes_of or _nodes_of, answering or _answering)
     if not 0 < len(nodes) < n_before:

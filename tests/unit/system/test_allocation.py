@@ -34,6 +34,16 @@ def test_a_node_that_was_removed(n, n_left, per_node):
     assert found.variables["SLURM_TASKS_PER_NODE"] == f"{per_node}(x3)"
 
 
+@pytest.mark.parametrize(
+    ("environ", "job"), [({}, "7"), ({"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}, "7_3")]
+)
+def test_of_an_array_it_asks_for_the_task(environ, job):
+    """Of the last task SLURM_JOB_ID is the number of the array, which names all tasks."""
+    asked = []
+    left(8, FOUR | environ, lambda job: asked.append(job) or ["a", "b", "c"], set)
+    assert asked == [job]
+
+
 def test_it_waits_until_a_node_that_does_not_answer_is_removed(capsys):
     said = iter([["a", "b", "c", "d"]] * 3 + [["a", "b", "d"]] * 2)
     found = left(8, FOUR, lambda job: next(said), lambda nodes: set(nodes) - {"c"})
