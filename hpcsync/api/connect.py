@@ -535,9 +535,9 @@ def _share_cores(comm: MPI.Intracomm, *, is_server: bool) -> None:
 
     A server updates in one thread: if torch split a tensor between threads, the bits would depend on the shards.
     """
-    from hpcsync.mpi.transport.node_topology import ranks_here
+    from hpcsync.mpi.transport.node_topology import cores_of_rank
 
-    share = len(os.sched_getaffinity(0)) // ranks_here(comm)
+    share = int(cores_of_rank(comm))
     if is_server:
         torch.set_num_threads(1)
     elif "OMP_NUM_THREADS" not in os.environ:

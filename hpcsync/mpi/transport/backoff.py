@@ -10,7 +10,7 @@ from typing import TypeVar
 from mpi4py import MPI
 
 from hpcsync.mpi.transport.in_memory import MemoryCommunicator
-from hpcsync.mpi.transport.node_topology import on_one_node, ranks_here
+from hpcsync.mpi.transport.node_topology import cores_of_rank, on_one_node
 from hpcsync.mpi.transport.ulfm import Deaths
 
 T = TypeVar("T")
@@ -50,7 +50,7 @@ class Backoff:
 
     def __init__(self, comm: MPI.Intracomm, *, passive: bool = True, deaths: Deaths | None = None) -> None:
         self.one_node = on_one_node(comm)
-        self._spin_s = SPIN_S if ranks_here(comm) <= len(os.sched_getaffinity(0)) else CROWDED_SPIN_S
+        self._spin_s = SPIN_S if cores_of_rank(comm) >= 1 else CROWDED_SPIN_S
         self._comm = comm
         self._deaths = deaths or Deaths(comm)
         self._helps = not (self.one_node and passive)

@@ -1,17 +1,23 @@
-"""Ranks and nodes: whether ranks share a node, and the rank orders that spread servers over nodes.
+"""Ranks and nodes: whether ranks share a node, their cores, and the rank orders that spread servers over nodes.
 
 The first ranks of a communicator are its servers, so placing servers means reordering the communicator.
 """
 
 from __future__ import annotations
 
+import os
 import socket
+from collections import Counter
 from collections.abc import Sequence
+from fractions import Fraction
+from typing import TypeVar
 
 from mpi4py import MPI
 
 from hpcsync.config.cluster import Cluster
 from hpcsync.config.errors import JobError
+
+T = TypeVar("T")
 
 
 def spread(hosts: Sequence[str], n_servers: int) -> list[int]:
@@ -116,7 +122,22 @@ def ranks_here(comm: MPI.Comm) -> int:
 
 def on_this_node(comm: MPI.Comm) -> list[int]:
     """Return the ranks on this rank's node; collective."""
+    return _gathered_here(comm, comm.rank)
+
+
+def cores_of_rank(comm: MPI.Comm) -> Fraction:
+    """Return how many cores this rank has; collective.
+
+    The launcher may have bound each rank to cores of its own. A core is divided among the ranks that may use it.
+    """
+    mine = os.sched_getaffinity(0)
+    users = Counter(core for cores in _gathered_here(comm, mine) for core in cores)
+    return sum((Fraction(1, users[core]) for core in mine), Fraction(0))
+
+
+def _gathered_here(comm: MPI.Comm, of_rank: T) -> list[T]:
+    """Return what each rank of this rank's node gives; collective."""
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    ranks: list[int] = node.allgather(comm.rank)
+    gathered: list[T] = node.allgather(of_rank)
     node.Free()
-    return ranks
+    return gathered

@@ -1,15 +1,26 @@
-"""Rank order that spreads servers over hosts, compared with every other choice of servers."""
+"""Rank order that spreads servers over hosts, compared with every other choice of servers; cores of ranks."""
 
 from __future__ import annotations
 
 import itertools
+import os
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any
 
 import pytest
+import torch
+from mpi4py import MPI
 
+from hpcsync.api.connect import _share_cores
 from hpcsync.config.errors import JobError
-from hpcsync.mpi.transport.node_topology import colocated, spread
+from hpcsync.mpi.transport import node_topology
+from hpcsync.mpi.transport.backoff import CROWDED_SPIN_S, SPIN_S, Backoff
+from hpcsync.mpi.transport.in_memory import World
+from hpcsync.mpi.transport.node_topology import colocated, cores_of_rank, spread
+from hpcsync.mpi.transport.thread_ranks import run
 
 Order = Callable[[Sequence[str], int], list[int]]
 
@@ -123,3 +134,49 @@ def test_servers_without_their_worker_are_caught(order: Order) -> None:
 def test_a_server_and_a_worker_on_each_of_two_nodes() -> None:
     assert colocated(["n1", "n1", "n2", "n2"], 2) == [0, 2, 1, 3]
     assert colocated(["n1", "n2", "n1", "n2"], 2) == [0, 1, 2, 3]
+
+
+# ---- cores ----
+
+ALONE = [{0, 1, 2, 3}, {4, 5, 6, 7}]  # each rank bound to cores of its own, as by srun --cpus-per-task
+TOGETHER = [{0, 1, 2, 3}] * 2
+NESTED = [{0, 1, 2}, {0}]  # the first core is divided
+
+
+@pytest.mark.parametrize(
+    ("bound", "nodes", "cores"),
+    [
+        (ALONE, [0, 0], [4, 4]),
+        (TOGETHER, [0, 0], [2, 2]),
+        (TOGETHER, [0, 1], [4, 4]),
+        (NESTED, [0, 0], [Fraction(5, 2), Fraction(1, 2)]),
+        ([{0}] * 3, [0, 0, 1], [Fraction(1, 2), Fraction(1, 2), 1]),
+    ],
+)
+def test_cores_are_divided_among_the_ranks_that_may_use_them(
+    bound: list[set[int]], nodes: list[int], cores: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks: dict[int, int] = {}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: bound[ranks[threading.get_ident()]])
+
+    def on_rank(comm: Any) -> tuple[Fraction, float]:
+        ranks[threading.get_ident()] = comm.rank
+        return cores_of_rank(comm), Backoff(comm)._spin_s
+
+    found = run(len(bound), on_rank, world=World(len(bound), nodes=nodes))
+    assert found == [(n, SPIN_S if n >= 1 else CROWDED_SPIN_S) for n in cores]
+
+
+@pytest.mark.parametrize(("cores", "n_threads"), [(Fraction(4), 4), (Fraction(5, 2), 2), (Fraction(1, 3), 1)])
+def test_a_worker_has_a_thread_for_each_of_its_cores(
+    cores: Fraction, n_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(node_topology, "cores_of_rank", lambda comm: cores)
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    _share_cores(MPI.COMM_SELF, is_server=False)
+    _share_cores(MPI.COMM_SELF, is_server=True)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    _share_cores(MPI.COMM_SELF, is_server=False)
+    assert chosen == [n_threads, 1]
