@@ -148,10 +148,13 @@ class PeerMachine(Stateful):
         self.agreed = agreed
         lockstep.exchanged(agreed.n_contributing, agreed.n_steps, agreed.n_samples)
         self.stopped = agreed.stop or agreed.n_steps == 0 or lockstep.enough()
-        if not self.stopped and self._evaluations.begin_if_due(lockstep.samples):
+        is_due = not self.stopped and self._evaluations.begin_if_due(lockstep.samples)
+        if is_due and not method.evaluated_after:
             self.transport.publish_for_evaluation(self.worker, self.serial)
         if agreed.n_steps and not method.one_model:
             result = yield from method.exchange(self, round)
+        if is_due and method.evaluated_after:
+            self.transport.publish_for_evaluation(self.worker, self.serial)
         self.n_steps = self._n_samples = 0
         return result
 

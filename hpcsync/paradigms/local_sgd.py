@@ -12,6 +12,8 @@ from hpcsync.paradigms.papers import ICLR, Reference, arxiv, meeting
 from hpcsync.paradigms.peer_method import Actions, ExchangeResult, PeerMethod, PeerState
 from hpcsync.paradigms.records import ALL_PEERS
 
+MEAN = (1.0, 0.0)  # learning rate and momentum with which an outer step leads to the mean
+
 
 class AveragedWeights(PeerMethod):
     """Local SGD and DiLoCo: every `period` iterations all workers continue from the mean, or an outer step towards it.
@@ -28,6 +30,7 @@ class AveragedWeights(PeerMethod):
 
     def __init__(self, period: int, outer_lr: float, outer_momentum: float) -> None:
         self.period, self.outer = period, (outer_lr, outer_momentum)
+        self.evaluated_after = self.outer != MEAN
 
     def exchange(self, worker: PeerState, round: int) -> Actions:
         """Continue from the mean of the workers that have made steps."""
@@ -114,7 +117,7 @@ class LocalSgdOptions(ParadigmOptions):
 
     @property
     def _is_mean(self) -> bool:
-        return (self.outer_lr, self.outer_momentum) == (1.0, 0.0)
+        return (self.outer_lr, self.outer_momentum) == MEAN
 
     @property
     def bound(self) -> str:

@@ -304,6 +304,9 @@ class PeerMethod:
         Megabytes of the gradient that `sum` adds up at a time.
     period
         Number of iterations from one exchange to the next.
+    evaluated_after
+        True if synchronous workers are evaluated after an exchange, which leads elsewhere than to the mean of their
+        weights. Others are evaluated before it, where their distances from the mean are known, too.
     """
 
     transport: str
@@ -313,6 +316,7 @@ class PeerMethod:
     outer: tuple[float, float] | None = None
     bucket_mb = 0.0
     period = 1
+    evaluated_after = False
 
     def exchange(self, worker: PeerState, round: int) -> Actions:
         """Exchange in a round of this worker, counted from 1; not called with `one_model`."""

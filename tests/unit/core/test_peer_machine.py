@@ -16,8 +16,8 @@ ALLREDUCE = {"name": "allreduce"}
 N_SAMPLES = 4
 
 
-def local(steps: int) -> dict[str, Any]:
-    return {"name": "local-sgd", "steps": steps}
+def local(steps: int, **options: float) -> dict[str, Any]:
+    return {"name": "local-sgd", "steps": steps, **options}
 
 
 def gossip(mode: str, **options: Any) -> dict[str, Any]:
@@ -122,6 +122,16 @@ def test_weights_are_averaged_after_so_many_local_steps():
     assert engine.calls[1] == ("agree", StepCounts(3, 3 * N_SAMPLES))
     assert engine.calls[2] == ("publish_for_evaluation", 2 + 3)
     assert engine.machine.update.seen == [("adopt", "mean")]
+
+
+@pytest.mark.parametrize("outer", [{"outer_lr": 0.7}, {"outer_momentum": 0.9}], ids=str)
+def test_diloco_is_published_after_the_outer_step(outer):
+    """Its model is the result of the outer step; the mean before it is none that workers continue from."""
+    engine = Engine(machine(local(2, **outer), evaluation={"every_samples": 8}, stop={"samples": 24}))
+    engine.advance()
+    engine.advance()
+    assert engine.names == ["step", "agree", "average", "publish_for_evaluation"]
+    assert engine.calls[-1] == ("publish_for_evaluation", 2 + 2)
 
 
 def test_gradients_are_summed_and_published_after_the_step():

@@ -98,6 +98,29 @@ def test_a_quorum_of_all_with_equal_steps_is_diloco(tmp_path, workers):
     assert not np.allclose(alone, peers, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_diloco_with_and_without_servers_is_evaluated_alike(tmp_path, workers):
+    """After every outer step. The control is local SGD, whose steps lead to the mean."""
+    outer, every = {"outer_lr": 0.7, "outer_momentum": 0.9}, {"every_samples": 4 * workers * 6}
+
+    def losses(paradigm: dict[str, Any], **stop: int) -> np.ndarray:
+        how = {"workload": LINEAR, "optimizer": SGD, "evaluation": every, "paradigm": paradigm, "stop": stop}
+        trace = simulate(timing_job(workers=workers, **how), tmp_path / f"{len(list(tmp_path.iterdir()))}.h5")
+        assert failed(trace) == []
+        rows = trace.tables["evaluations"]
+        assert rows["samples"].tolist() == [n * every["every_samples"] for n in range(1, 9)]
+        if paradigm != {"name": "local-sgd", "steps": 6}:
+            assert not (rows["consensus_distance"] > 0).any(), "all have the same weights"
+        return rows["loss"]
+
+    together = losses(diloco(**outer, quorum=workers, by_speed=False, momentum_every=1), updates=8)
+    peers = losses({"name": "local-sgd", "steps": 6, **outer}, samples=8 * every["every_samples"])
+    assert peers == pytest.approx(together, rel=1e-11)
+    assert losses({"name": "local-sgd", "steps": 6}, samples=8 * every["every_samples"]) != pytest.approx(
+        peers, rel=1e-3
+    )
+
+
 def trained_peers(tmp_path: Any, paradigm: dict[str, Any], workers: int, iterations: int) -> np.ndarray:
     how = {"workload": LINEAR, "optimizer": SGD, "paradigm": paradigm, "stop": {"samples": 4 * workers * iterations}}
     job = timing_job(workers=workers, **how)
