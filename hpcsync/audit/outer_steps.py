@@ -104,6 +104,7 @@ class _Account:
         self._waiting: set[int] = set()  # workers whose contributions wait
         self._due_s = math.inf
         self._step_s: dict[int, float] = {}  # of each worker's latest push
+        self._have_pushed: set[int] = set()
 
     def run(self) -> None:
         """Follow the run until it stops."""
@@ -134,6 +135,7 @@ class _Account:
         worker = row["worker"]
         if "outcome" in row:
             self._waiting.add(worker)
+            self._have_pushed.add(worker)
             step_s = (row["load_s"] + row["compute_s"] / row["share"]) / row["local_steps"]
             if 0 < step_s < math.inf:
                 self._step_s[worker] = step_s
@@ -161,7 +163,9 @@ class _Account:
         if grant["local_steps"] == 0:
             return
         own_s, expected = self._step_s.get(grant["worker"]), self.options.steps
-        if self.options.by_speed and own_s is not None:
+        if self.options.by_speed and grant["worker"] not in self._have_pushed:
+            expected = 1
+        elif self.options.by_speed and own_s is not None:
             fastest_s = min(self._step_s[worker] for worker in self._active if worker in self._step_s)
             expected = max(1, math.floor(expected * (fastest_s / own_s) * (1 + SAME)))
         self.n_grants += 1

@@ -20,8 +20,8 @@ al., 2025), from the abstract and from the authors' program; quorum and grace wi
 abstract and from descriptions by others. Where they leave it open, a letter in this file marks the branch that settles
 it::
 
-    a  the speed of a worker is that of its latest push; the first push of every worker is of one step, to measure it.
-       A worker without a measurement makes `steps` steps
+    a  the speed of a worker is that of its latest push; the first push of every worker, also of one that joins later,
+       is of one step, to measure it. A worker whose pushes took no time makes `steps` steps
     b  a worker waits from its push to the update that takes it. In the authors' program, too, the workers of a grace
        period continue together, but each contribution is an outer step of its own there; here an update is one step
     c  the grace window begins once the quorum is there: with a quorum of 1, at the first contribution, as in Liu et al.
@@ -203,7 +203,9 @@ class AsyncDiLoCo(Paradigm):
     def _continue(self, worker: int) -> list[Action]:
         """Grant the worker as many steps as its speed allows."""
         rows, steps, own_s = list[Action](), self._steps, self._step_s[worker]
-        if self._by_speed and not math.isnan(own_s):
+        if self._by_speed and self._progress.pushes[worker] == 0:
+            steps = 1  # (a)
+        elif self._by_speed and not math.isnan(own_s):
             fastest_s = min(s for i in self._progress.active if not math.isnan(s := self._step_s[i]))
             steps = max(1, math.floor(self._steps * (fastest_s / own_s) * (1 + ROUNDING)))
             if steps != self._granted[worker]:

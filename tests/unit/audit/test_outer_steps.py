@@ -106,6 +106,15 @@ def test_local_steps(trace):
     assert GRANTED in failing(edit(trace, "pushes", row, compute_s=pushes["compute_s"][row] * 3))
 
 
+def test_a_worker_that_joins_before_its_first_push_begins_with_one_step():
+    late = record(of(steps=4), SECONDS, jitter=0.3, changes=[(0.5, 3), (5.0, 3)])
+    assert failed(late) == set()
+    grants = late.tables["grants"]
+    row = int(np.flatnonzero(grants["worker"] == 3)[0])
+    assert (grants["iteration"][row], grants["local_steps"][row]) == (1, 1)
+    assert GRANTED in failing(edit(late, "grants", row, local_steps=4))
+
+
 def test_an_update_before_or_after_the_window_has_ended(trace):
     row = elapsed(trace)[2]
     now_s = trace.tables["decisions"]["now_s"][row]

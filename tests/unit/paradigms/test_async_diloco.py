@@ -224,11 +224,24 @@ def test_workers_that_have_left_are_not_the_fastest():
     assert granted(policy.handle(push(3.0, 1, steps=4, step_s=0.3))) == {1: 12}
 
 
+def test_a_worker_that_joins_before_its_first_push_begins_with_one_step():
+    policy = paradigm(2, steps=12)
+    policy.handle(Left(0.0, 1))
+    policy.handle(push(1.0, 0, steps=1, step_s=0.1))
+    assert granted(policy.handle(Joined(2.0, 1))) == {1: 1}
+    assert granted(policy.handle(push(3.0, 1, steps=1, step_s=0.3))) == {1: 4}
+    policy.handle(Left(4.0, 1))
+    assert granted(policy.handle(Joined(5.0, 1))) == {1: 4}, "later its speed is known"
+
+
 def test_without_speeds_all_make_the_same_steps():
     policy = paradigm(2, steps=12, by_speed=False)
     assert {policy.first(worker).local_steps for worker in range(2)} == {12}
     policy.handle(push(1.0, 0, steps=12, step_s=0.1))
     assert granted(policy.handle(push(9.0, 1, steps=12, step_s=0.9))) == {1: 12}
+    late = paradigm(2, steps=12, by_speed=False)
+    late.handle(Left(0.0, 1))
+    assert granted(late.handle(Joined(2.0, 1))) == {1: 12}
 
 
 def test_a_speed_that_is_a_rounding_error_less_costs_no_step():
