@@ -243,9 +243,18 @@ def _in_step(trace: Trace, job: Job, workload: Workload) -> tuple[Values, Values
     Return losses and evaluations.
     """
     table: dict[str, Any] = job.model_dump(exclude_none=True)
-    table["stop"] = {"samples": max(1, int(trace.tables["updates"]["samples"].max(initial=0)))}
+    updates, n_workers = trace.tables["updates"], job.cluster.workers
+    n_samples, n_iterations = (
+        int(rows.max(initial=0)) for rows in (updates["samples"], trace.tables["exchanges"]["iteration"])
+    )
     times = {"model": "constant", "seconds": 1.0}
-    table["cluster"] = {"workers": job.cluster.workers, "servers": 0, "compute": times}
+    table["cluster"] = {"workers": n_workers, "servers": 0, "compute": times}
+    table["stop"] = {"samples": max(1, n_samples)}
+    if n_iterations % job.paradigm.exchange_every and not job.stop.reached(samples=n_samples, updates=len(updates)):
+        # All have left between two exchanges, and have exchanged once more.
+        leave = {"change": "leave", "at_iteration": n_iterations + 1}
+        table["cluster"]["events"] = [{"worker": worker, **leave} for worker in range(n_workers)]
+        table["stop"] = {"samples": n_samples + 1}
     table["evaluation"].pop("seconds", None)  # so that every evaluation that may have been made is made
     again, rows = Job.from_table(table), _Rows()
     factory.simulation(again, workload, peer_transfers.build(again, workload), rows).run()

@@ -115,6 +115,24 @@ def test_a_worker_that_leaves(tmp_path: Path) -> None:
     assert found(trained(tmp_path, this)) == ALL_BITS
 
 
+@pytest.mark.parametrize(
+    "paradigm",
+    [
+        {"name": "local-sgd", "steps": 3, "outer_lr": 0.7, "outer_momentum": 0.9},
+        {"name": "gossip", "mode": "pull", "synchronous": True, "period": 3},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("stop", [{"samples": 800}, {"samples": 8 * 3 * 8}], ids=str)
+def test_workers_that_all_leave_between_exchanges_exchange_once_more(
+    tmp_path: Path, paradigm: dict[str, Any], stop: dict[str, Any]
+) -> None:
+    """Unless the rule ends them after the same iteration."""
+    leave = [{"worker": worker, "change": "leave", "at_iteration": 9} for worker in range(3)]
+    cluster = {"workers": 3, "compute": {"model": "constant", "seconds": 1.0}, "events": leave}
+    assert found(trained(tmp_path, job(paradigm, cluster=cluster, stop=stop))) == ALL_BITS
+
+
 def test_evaluations_that_take_time_are_all_recomputed(tmp_path: Path) -> None:
     """In the recomputation an iteration takes 1 s, in which some of them would be left out."""
     long = {"evaluation": {"every_samples": 24, "seconds": 3.0}}
