@@ -117,6 +117,21 @@ def test_a_loader_without_end_continues_too():
     assert samples(itertools.islice(endless, 12)) == expected(range(1, 9))[:12]
 
 
+@pytest.mark.parametrize(("epochs", "told"), [([3], [0, 1, 2]), ([1, 2], [1, 2]), ([1, 1], [])])
+def test_a_loader_of_several_training_epochs_tells_its_data_each_of_them(epochs, told):
+    """With a loader for each of them the script itself does."""
+
+    class Told(Numbers):
+        def set_epoch(self, epoch: int) -> None:
+            epochs_told.append(epoch)
+
+    epochs_told: list[int] = []
+    data, iterations = DataLoader(Told(16), 4), make_iterations()
+    for n in epochs:
+        assert len(list(iterations.shard(data, None, n, never))) == 2 * n
+    assert epochs_told == told
+
+
 def test_a_loader_ends_when_the_run_is_stopped():
     seen = []
     for (x,) in make_iterations().shard(DATA, 4, None, lambda: len(seen) == 2):
