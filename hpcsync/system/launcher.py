@@ -63,11 +63,14 @@ ONE_NODE = {  # between nodes Open MPI chooses better itself
     "OMPI_MCA_btl": "^ofi",  # looking for fabrics takes a second of MPI_Init
 }
 # Open MPI 5 over TCP: the request for a get is as long as its data, unless the target may answer it by a put. It may
-# where puts arrive in order with the answer that follows them, as on one connection. Version 4 keeps its own flags.
+# where puts arrive in order with the answer that follows them, as on one connection.
 SEVERAL_NODES = {
     "OMPI_MCA_btl_tcp_flags": "send,put,inplace,need-ack,need-csum,hetero-rdma,rdma-remote-completion",
     "OMPI_MCA_btl_tcp_links": "1",
 }
+# Open MPI 4 has no flag of that name, and between nodes only osc/ucx: osc/rdma needs networks that few builds offer it,
+# and osc/pt2pt takes one thread only.
+OPEN_MPI_4 = {"OMPI_MCA_osc": "^pt2pt"}
 # MPICH that has both UCX and OFI, between nodes or under Slurm. Over UCX and TCP a receive whose message arrives while
 # it is posted may never complete (5.0.2: on four hosts with two busy cores, 11 of 22 starts hung; over OFI none of 22).
 # And UCX gives Slurm's PMI2 long addresses, some of which are lost: ranks do not start or do not find others.
@@ -237,7 +240,10 @@ def settings_of_rank(environ: Mapping[str, str]) -> dict[str, str]:
 def _between_nodes(environ: Mapping[str, str]) -> dict[str, str]:
     if OVER_OFI.keys() <= environ.keys():
         return SEVERAL_NODES
-    device = re.search(r"^MPICH Device: +ch4:(.*)", mpi_library(), re.MULTILINE)
+    library = mpi_library()
+    if library.startswith("Open MPI v4."):
+        return OPEN_MPI_4
+    device = re.search(r"^MPICH Device: +ch4:(.*)", library, re.MULTILINE)
     has_both = device is not None and {"ofi", "ucx"} <= set(re.split("[ ,]+", device[1]))
     return SEVERAL_NODES | OVER_OFI if has_both else SEVERAL_NODES
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from hpcsync.config.errors import JobError
 from hpcsync.mpi.transport import communicator, shm_budget
 from hpcsync.mpi.transport.communicator import RawWindow
 from hpcsync.mpi.transport.node_topology import on_this_node
@@ -42,6 +43,18 @@ class _Transfer:
         return not self.requests
 
 
+def _allocated(comm: MPI.Intracomm, n_bytes: int, unit: int) -> RawWindow:
+    try:
+        return communicator.allocate(comm, n_bytes, unit)
+    except MPI.Exception as error:
+        if error.Get_error_class() != MPI.ERR_WIN:
+            raise
+        raise JobError(
+            f"MPI: needs windows over all ranks, which this library cannot create here ({error}); between nodes Open "
+            "MPI 4 creates them over UCX only"
+        ) from None
+
+
 class Window:
     """RMA window, locked by all ranks for its whole life; ordering comes from `flush`.
 
@@ -66,7 +79,7 @@ class Window:
     Raises
     ------
     JobError
-        On all ranks, if a node has too little shared memory.
+        On all ranks, if a node has too little shared memory, or MPI cannot create the window.
 
     Notes
     -----
@@ -82,7 +95,7 @@ class Window:
         self._taken = 0
         if memory is None:
             self._taken = shm_budget.take(comm, count * itemsize)
-            self._win = communicator.allocate(comm, count * itemsize, itemsize)
+            self._win = _allocated(comm, count * itemsize, itemsize)
             self.local = np.frombuffer(self._win.tomemory(), self._dtype, count)
         else:
             self._win = communicator.expose(comm, memory if count else None, itemsize)

@@ -172,6 +172,19 @@ def test_mpich_with_both_netmods_uses_ofi(
         assert launcher.environment(chosen)["MPIR_CVAR_CH4_NETMOD"] == "ucx", "the user's"
 
 
+@pytest.mark.parametrize(
+    ("library", "osc"), [("Open MPI v4.1.4, package: x", "^pt2pt"), ("Open MPI v5.0.11", "^ucx"), ("MPICH", "^ucx")]
+)
+def test_open_mpi_4_has_ucx_alone_between_nodes(library: str, osc: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "mpi_library", lambda: library)
+    between, on_one = {"MPIEXEC": "mpiexec --hostfile hosts"}, {}
+    for settings in (launcher.environment, launcher.settings_of_rank):
+        assert settings(between)["OMPI_MCA_osc"] == osc
+        assert ("OMPI_MCA_btl_tcp_flags" in settings(between)) is (osc == "^ucx"), "version 4 does not know all flags"
+        assert settings(on_one)["OMPI_MCA_osc"] == "^ucx"
+    assert launcher.environment({**between, "OMPI_MCA_osc": "rdma"})["OMPI_MCA_osc"] == "rdma", "the user's"
+
+
 def test_a_shell_of_srun_shares_its_cpus_and_not_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     for shell in (SHELL, PMI2_SHELL):
         assert launcher.environment(shell)["SLURM_OVERLAP"] == "1"

@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from mpi4py import MPI
 
+from hpcsync.config.errors import JobError
 from hpcsync.mpi.transport import communicator, window
 from hpcsync.mpi.transport.in_memory import MemoryWindow, World
 from hpcsync.mpi.transport.thread_ranks import run
@@ -25,6 +27,18 @@ def _small_pieces(monkeypatch):
 def on_nodes(n_ranks: int, body: Any, nodes: list[int] | None = None) -> list[Any]:
     """Run each rank on a node of its own."""
     return run(n_ranks, body, world=World(n_ranks, nodes=nodes or list(range(n_ranks))))
+
+
+@pytest.mark.parametrize(("code", "raised"), [(MPI.ERR_WIN, JobError), (MPI.ERR_OTHER, MPI.Exception)])
+def test_an_mpi_that_creates_no_window_is_refused(code: int, raised: type[Exception], monkeypatch) -> None:
+    def fail(*_: Any) -> None:
+        raise MPI.Exception(code)
+
+    monkeypatch.setattr(communicator, "allocate", fail)
+    with pytest.raises(raised) as caught:
+        on_nodes(2, lambda comm: Window(comm, 1, np.int64))
+    words = "MPI: needs windows over all ranks, which this library cannot create here ("
+    assert str(caught.value).startswith(words) is (raised is JobError)
 
 
 # ---- pieces ----
