@@ -139,7 +139,7 @@ class AgreeingMean(MeanVector):
         """Replace the slice of every rank's vector by the sum over ranks divided by `divisor`."""
 
     def _wait(self, request: Any) -> None:
-        self._backoff.until(lambda: request.Test() or None)
+        self._backoff.until(request.Test)
 
     def free(self) -> None:
         """Free the communicator."""
@@ -324,9 +324,9 @@ class SharedMean(MeanVector):
         self._counters.sync()  # earlier writes of this rank become visible before the counter does
         counters[self._rank][0] = self._turn
 
-        def poll() -> bool | None:
+        def poll() -> bool:
             self._counters.sync()
-            return all(counter[0] >= self._turn for counter in counters) or None
+            return all(counter[0] >= self._turn for counter in counters)
 
         self._backoff.until(poll)
         self._counters.sync()

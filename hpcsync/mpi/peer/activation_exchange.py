@@ -231,7 +231,7 @@ class ActivationExchange:
         begin_s, needed = time.perf_counter(), len(self._others)
         self._phases.enter(Phase.WAITING)
 
-        def complete() -> bool | None:
+        def complete() -> bool:
             self._background.check()  # a send that failed gets no answer
             self._poll()
             if self._n_arrived[piece] < needed and self._left_worker is not None:
@@ -239,7 +239,7 @@ class ActivationExchange:
                     f"worker {self._left_worker} makes no further iteration, but this one does: with separated layers "
                     "all workers must make equally many; to end earlier pass a stop to connect"
                 )
-            return self._n_arrived[piece] >= needed or None
+            return self._n_arrived[piece] >= needed
 
         self._backoff.until(complete)
         self._n_arrived[piece] = 0

@@ -130,22 +130,21 @@ class PeerChannel:
         """
         self.halt_requested = True  # a synchronous worker may halt before the command arrives
         self.send_status(messages.StepInfoKind.HALTED)
-
-        def command_received() -> bool | None:
-            self.poll_commands()
-            return self._checkpoint_number is not None or not self.halt_requested or None
-
-        def continued() -> bool | None:
-            self.poll_commands()
-            return (
-                self._checkpoint_number is None or None
-            )  # not from `halt_requested`: the next halt may be due at once
-
-        self.backoff.until(command_received)
+        self._poll_until(lambda: self._checkpoint_number is not None or not self.halt_requested)
         if self._checkpoint_number is not None:
             write(self._checkpoint_number)
             self.send_status(messages.StepInfoKind.SAVED)
-            self.backoff.until(continued)
+            # Not until a halt is no longer requested: the next one may be due at once.
+            self._poll_until(lambda: self._checkpoint_number is None)
+
+    def _poll_until(self, holds: Callable[[], bool]) -> None:
+        """Process rank 0's commands until this holds."""
+
+        def poll() -> bool:
+            self.poll_commands()
+            return holds()
+
+        self.backoff.until(poll)
 
     def gather(self, numbers: Sequence[float]) -> np.ndarray:
         """Gather numbers from every rank; collective, and waits without blocking in MPI.
@@ -158,17 +157,12 @@ class PeerChannel:
         own = np.array(numbers, np.float64)
         all_ranks = np.empty((self.comm.size, len(own)))
         gathering = self.comm.Iallgather(own, all_ranks)
-        self.backoff.until(lambda: gathering.Test() or None)
+        self.backoff.until(gathering.Test)
         return all_ranks
 
     def wait_for_all(self) -> None:
         """Wait until rank 0 reports that every rank has ended."""
-
-        def ended() -> bool | None:
-            self.poll_commands()
-            return self.all_ended or None
-
-        self.backoff.until(ended)
+        self._poll_until(lambda: self.all_ended)
 
     def survivors_backoff(self) -> Backoff:
         """Return a Backoff whose barrier is over all surviving ranks; collective over them."""

@@ -85,12 +85,12 @@ class Backoff:
         MPI's own `Barrier` may spin.
         """
         together = self._comm.Ibarrier()
-        self.until(lambda: together.Test() or None)
+        self.until(together.Test)
 
     def until(self, poll: Callable[[], T | None]) -> T:
-        """Wait until `poll` returns something other than None, and return that."""
+        """Wait until `poll` returns something true, and return that."""
         self.reset()
-        while (found := poll()) is None:
+        while not (found := poll()):
             self.pause()
         return found
 

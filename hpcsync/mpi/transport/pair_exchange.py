@@ -24,7 +24,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -200,7 +200,7 @@ class PairExchange:
     def _acquire(self, rank: int) -> bool:
         """Wait for the lock of a rank's vector; return False if the rank has died while it held it."""
 
-        def attempt() -> bool | None:
+        def attempt() -> Literal["taken", "dead"] | None:
             while (found := self._swap(rank, self._expected.get(rank, FREE))) is not None:
                 changes, holder = divmod(found, self._holders)
                 self._expected[rank] = changes * self._holders  # if it is free, in the next attempt at once
@@ -210,16 +210,16 @@ class PairExchange:
                     self._poll()
                     return None
                 if holder - 1 == rank:
-                    return False
+                    return "dead"
                 self._expected[rank] = found
-            return True
+            return "taken"
 
-        acquired = attempt()
-        if acquired is None:
+        outcome = attempt()
+        if outcome is None:
             begin_s = time.perf_counter()
-            acquired = self._backoff.until(attempt)
+            outcome = self._backoff.until(attempt)
             self.waited_s += time.perf_counter() - begin_s
-        return acquired
+        return outcome == "taken"
 
     def _swap(self, rank: int, expected: int) -> int | None:
         """Take the lock of a rank's vector if that is as expected; return None, or what was found instead."""

@@ -157,7 +157,7 @@ class PushInbox:
         """Add `vector` to the sum of the peer's inbox after all senders that have come before."""
         turn = self._words.fetch_add(1, peer, self._at(inbox, TURNS))
         further = self._at(inbox, FURTHER)
-        self._backoff.until(lambda: self._words.fetch_add(0, peer, further) == turn or None)
+        self._backoff.until(lambda: self._words.fetch_add(0, peer, further) == turn)
         n = BLOCK_BYTES // vector.itemsize
         blocks = np.empty((2, n), vector.dtype)
         for number, begin in enumerate(range(0, self._size, n)):

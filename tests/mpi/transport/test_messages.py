@@ -24,7 +24,7 @@ def test_every_record_arrives_once_and_in_its_senders_order(comm):
         for number in range(n):
             outbox.send(0, (0, number, 0.5 * number))
             drain()
-        backoff.until(lambda: drain() or None)
+        backoff.until(drain)
         for sender in range(comm.size):
             mine = [(number, value) for who, number, value in received if who == sender]
             assert mine == [(number, 0.5 * number) for number in range(n)]

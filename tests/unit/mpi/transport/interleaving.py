@@ -145,7 +145,7 @@ class FakeBackoff:
 
     def until(self, poll: Callable[[], Any]) -> Any:
         n_steps = _here.call.n_steps
-        while (found := poll()) is None:
+        while not (found := poll()):
             _here.call.n_steps = n_steps
         return found
 

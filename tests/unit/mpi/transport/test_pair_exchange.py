@@ -29,7 +29,7 @@ class Spinning:
     """Stands for `Backoff`."""
 
     def until(self, poll: Callable[[], Any]) -> Any:
-        while (found := poll()) is None:
+        while not (found := poll()):
             pass
         return found
 
