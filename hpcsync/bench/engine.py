@@ -13,6 +13,7 @@ from mpi4py import MPI
 from hpcsync.config.job import Stop
 from hpcsync.core.coordinator import Coordinator
 from hpcsync.core.roles import Roles
+from hpcsync.mpi.rank0.run_recorder import RunRecorder
 from hpcsync.mpi.server.channel import ServerChannel
 from hpcsync.mpi.server.leader import Leader
 from hpcsync.mpi.server.shard import Shard
@@ -67,6 +68,20 @@ def with_engine(
     return result
 
 
+class _Unrecorded(RunRecorder[Coordinator]):
+    """Records of a run that has only a trace."""
+
+    evaluator = None
+
+    def __init__(self, coordinator: Coordinator, trace: TraceWriter) -> None:
+        self.coordinator, self.trace = coordinator, trace
+        self.look_at = lambda info: None
+
+    def chores(self, now_s: float, *, halted: bool) -> None:
+        """Flush the trace."""
+        self.trace.flush_if_due(now_s)
+
+
 def _serve(link: ServerChannel, optimizer: OptimizerSpec, weights: torch.Tensor) -> None:
     n_workers = link.roles.n_workers
     shard = Shard(link, Descent(optimizer), weights, [Grant(worker, 1, local_steps=1) for worker in range(n_workers)])
@@ -74,7 +89,7 @@ def _serve(link: ServerChannel, optimizer: OptimizerSpec, weights: torch.Tensor)
         coordinator = Coordinator(
             create("asp", n_workers), trace, n_workers=n_workers, lr=lambda *_: optimizer.lr, stop=Stop()
         )
-        leader = Leader(link, shard, coordinator, None, trace.flush_if_due)
+        leader = Leader(link, shard, _Unrecorded(coordinator, trace))
         leader.serve()
         leader.finish()
     shard.free()

@@ -15,15 +15,13 @@ from typing import Any
 from hpcsync.core.peer_coordinator import PeerCoordinator
 from hpcsync.mpi.peer.channel import PeerChannel
 from hpcsync.mpi.rank0.checkpointing import Checkpointer, heed
-from hpcsync.mpi.rank0.evaluator import Evaluator
-from hpcsync.mpi.rank0.run_recorder import CHORES_S
+from hpcsync.mpi.rank0.run_recorder import CHORES_S, RunRecorder
 from hpcsync.mpi.transport import cuda, messages, ulfm
 from hpcsync.mpi.transport.ulfm import RankFailed
 from hpcsync.paradigms.records import StepInfo
 from hpcsync.planning.batch_allocation import Allocated
 from hpcsync.system.signals import interrupt
 from hpcsync.trace.schema import Change
-from hpcsync.trace.writer import TraceWriter
 
 
 class Monitor:
@@ -33,62 +31,44 @@ class Monitor:
     ----------
     link
         Channel of the run.
-    coordinator
-        Records step infos and applies the stopping rule.
-    evaluator
-        Evaluates published weights; None if the job has no evaluation.
+    recorder
+        Records of the run, with its coordinator and its evaluator.
     in_step
         True if rank 0's worker requests evaluations (synchronous); otherwise they follow from the step infos.
-    chores
-        Called with the time in seconds whenever no step info is pending; must be quick.
     received
         Returns the number of a received signal, or None.
     failed
         Called in the thread with the exception on a failure; it ends the job.
     saver
         Checkpointer; None if the ranks share no folder.
-    watch
-        Like `chores`, but not called while workers have halted.
     dead
         Set to which workers that have died are added.
-    look_at
-        Called with every step info that has been handled; may raise to end the run.
-    rate_changed
-        Called with the time and the info that a parameter group has another learning rate.
     """
 
     def __init__(
         self,
         link: PeerChannel,
-        coordinator: PeerCoordinator,
-        evaluator: Evaluator | None,
+        recorder: RunRecorder[PeerCoordinator],
         in_step: bool,
-        chores: Callable[[float], None],
         received: Callable[[], int | None],
         failed: Callable[[BaseException], None],
-        saver: Checkpointer | None = None,
-        watch: Callable[[float], None] = lambda now_s: None,
-        dead: set[int] | None = None,
-        look_at: Callable[[StepInfo], None] = lambda step_info: None,
-        rate_changed: Callable[[float, StepInfo], None] = lambda now_s, step_info: None,
+        saver: Checkpointer | None,
+        dead: set[int],
     ) -> None:
         self._link = link
-        self._coordinator = coordinator
-        self._evaluator = evaluator
-        self._chores = chores
+        self._recorder = recorder
+        self._coordinator, self._evaluator = recorder.coordinator, recorder.evaluator
         self._received = received
         self._failed = failed
         self._saver = saver
-        self._watch = watch
-        self._dead = set() if dead is None else dead
-        self._look_at, self._rate_changed = look_at, rate_changed
+        self._dead = dead
         self._halted: set[int] = set()  # workers that wait for the checkpoint to be written or abandoned
         self._in_step = in_step
         self._infos = link.infos()
         self._commands = link.commands()
         self._backoff = link.own_backoff()
         self._requests: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._unsettled = set(coordinator.active)
+        self._unsettled = set(self._coordinator.active)
         self._stop_sent = False
         self._thread = threading.Thread(target=self._run, daemon=True, name="monitor")
 
@@ -105,9 +85,9 @@ class Monitor:
         """Record batch sizes that all workers agreed on after this iteration; called by rank 0's worker."""
         self._requests.put(lambda: self._coordinator.allocated(self._link.clock.now(), iteration, allocated))
 
-    def describe(self, trace: TraceWriter, attributes: Mapping[str, Any]) -> None:
+    def describe(self, attributes: Mapping[str, Any]) -> None:
         """Add attributes to the trace; called by rank 0's worker when its loop begins."""
-        self._requests.put(lambda: trace.describe(attributes))
+        self._requests.put(lambda: self._recorder.trace.describe(attributes))
 
     def cannot_halt(self) -> None:
         """Disable checkpoints; called by rank 0's synchronous worker if a worker has ended and cannot halt."""
@@ -164,9 +144,9 @@ class Monitor:
             return  # its message was in transit when the worker was removed
         if kind == messages.StepInfoKind.STEPPED:
             self._coordinator.exchanged(now_s, exchanged)
-            self._look_at(exchanged)
+            self._recorder.look_at(exchanged)
         elif kind == messages.StepInfoKind.RATE:
-            self._rate_changed(now_s, exchanged)
+            self._recorder.rate_changed(now_s, exchanged)
         elif kind == messages.StepInfoKind.ENDED:
             self._left(now_s, exchanged.worker, Change.LEFT)
         elif kind == messages.StepInfoKind.SETTLED:
@@ -205,9 +185,7 @@ class Monitor:
         if self._coordinator.stopping and not self._stop_sent:
             self._stop_sent = True
             self._broadcast(messages.PeerCommandKind.STOP)
-        self._chores(now_s)
-        if not self._halted:
-            self._watch(now_s)
+        self._recorder.chores(now_s, halted=bool(self._halted))
 
     # ---- checkpoints: taken while no worker iterates and nothing is in transit ----
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from hpcsync.core.peer_coordinator import PeerCoordinator
-from hpcsync.core.step_problems import ProblemReport
 from hpcsync.mpi.collectives.model_parts import Read
 from hpcsync.mpi.peer.monitor import Monitor
 from hpcsync.mpi.peer.session import PeerSession
@@ -48,17 +47,12 @@ class Rank0Session(PeerSession):
                 recorder.coordinator.left(resumed["now_s"], worker, Change.DIED)
         self._monitor = Monitor(
             self._link,
-            recorder.coordinator,
-            recorder.evaluator,
+            recorder,
             self._machine.method.synchronous,
-            recorder.chores,
             self._signals.received,
             self._end_job,
             recorder.saver(self._run_state, (), now_s),
-            recorder.watch.look,
             self._layers.dead,
-            ProblemReport(given.job.stop.on_nan).see,
-            recorder.rate_changed,
         )
         self._monitor.start()
         recorder.begin()
@@ -76,7 +70,7 @@ class Rank0Session(PeerSession):
         self._monitor.cannot_halt()
 
     def _describe(self, attributes: Mapping[str, int]) -> None:
-        self._monitor.describe(self._recorder.trace, attributes)
+        self._monitor.describe(attributes)
 
     def _on_published(self) -> None:
         self._monitor.evaluate(self._machine.lockstep.updates, self._machine.lockstep.samples)

@@ -20,7 +20,7 @@ from hpcsync.config.user_code import of_user
 from hpcsync.core.assignments import decision_fields
 from hpcsync.core.coordinator import Coordinator
 from hpcsync.core.peer_coordinator import PeerCoordinator
-from hpcsync.core.step_problems import unequal_steps
+from hpcsync.core.step_problems import ProblemReport, unequal_steps
 from hpcsync.mpi.rank0.checkpointing import Checkpointer
 from hpcsync.mpi.rank0.evaluator import Evaluator, Read
 from hpcsync.mpi.rank0.straggler_report import StragglerReport
@@ -98,13 +98,14 @@ class RunRecorder(Generic[C]):
             if given.evaluate is not None and (job.evaluation.every_samples or job.paradigm.requests_evaluations)
             else None
         )
+        self.look_at = ProblemReport(job.stop.on_nan).see  # called with every info; may raise to end the run
         self._console = console()
         self._progress = None if launcher.is_viewed() else Progress(self._console, job.stop)
         places = [(rank, host) for rank, host, *_ in clocks[job.cluster.servers :]]
-        self.watch = StragglerReport(self.coordinator, phases, self.trace, places, job.paradigm.bound)
+        self._stragglers = StragglerReport(self.coordinator, phases, self.trace, places, job.paradigm.bound)
         hosts = [host for _, host in places]
         folder = given.checkpoints.folder
-        self._status = StatusWriter(folder, job, self.coordinator, hosts, lambda: self.watch.seen()[1])
+        self._status = StatusWriter(folder, job, self.coordinator, hosts, lambda: self._stragglers.seen()[1])
         self._log = None if given.log is None else ScalarLog(given.log, folder, job)
         self.trace.observer = self._observe
         if resumed is not None:
@@ -157,8 +158,13 @@ class RunRecorder(Generic[C]):
         say("training")
         tell_listening(self._given.checkpoints.folder)
 
-    def chores(self, now_s: float) -> None:
-        """Do quick work between decisions: flush the trace and show the progress."""
+    def chores(self, now_s: float, *, halted: bool) -> None:
+        """Do quick work between decisions: report stragglers, flush the trace and show the progress.
+
+        While workers are `halted` for a checkpoint, none is a straggler.
+        """
+        if not halted:
+            self._stragglers.look(now_s)
         self.trace.flush_if_due(now_s)
         self._status.offer(now_s)
         if self._progress is not None:

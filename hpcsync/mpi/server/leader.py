@@ -10,8 +10,7 @@ import torch
 
 from hpcsync.core.coordinator import CancelCommand, Command, Coordinator
 from hpcsync.mpi.rank0.checkpointing import Checkpointer, heed
-from hpcsync.mpi.rank0.evaluator import Evaluator
-from hpcsync.mpi.rank0.run_recorder import CHORES_S
+from hpcsync.mpi.rank0.run_recorder import CHORES_S, RunRecorder
 from hpcsync.mpi.server.channel import Reader, ServerChannel
 from hpcsync.mpi.server.shard import Shard, encode, to
 from hpcsync.mpi.transport import messages, ulfm
@@ -31,48 +30,30 @@ class Leader:
         Channel to servers and workers.
     shard
         Server 0's own shard.
-    coordinator
-        Coordinator of the run.
-    evaluator
-        Evaluation; None if there is none.
-    chores
-        Called with the time whenever no push info waits; must be quick.
+    recorder
+        Records of the run, with its coordinator and its evaluator.
     saver
         Coordination of checkpoints; None if the ranks share no folder.
-    watch
-        Called as `chores`, but not while push infos are deferred for a checkpoint.
     about_to_evaluate
         Called before an evaluation of the current version begins. None: what is evaluated does not change between
         updates. Otherwise an evaluation begins only right after an update, or where the paradigm wants it.
-    look_at
-        Called with every push info that has been handled; may raise to end the run.
-    rate_changed
-        Called with the time and the info that a parameter group has another learning rate.
     """
 
     def __init__(
         self,
         link: ServerChannel,
         shard: Shard,
-        coordinator: Coordinator,
-        evaluator: Evaluator | None,
-        chores: Callable[[float], None],
+        recorder: RunRecorder[Coordinator],
         saver: Checkpointer | None = None,
-        watch: Callable[[float], None] = lambda now_s: None,
         about_to_evaluate: Callable[[], None] | None = None,
-        look_at: Callable[[PushInfo], None] = lambda push_info: None,
-        rate_changed: Callable[[float, PushInfo], None] = lambda now_s, push_info: None,
     ) -> None:
         self._link = link
         self._shard = shard
-        self._coordinator = coordinator
-        self._evaluator = evaluator
-        self._chores = chores
+        self._recorder = recorder
+        self._coordinator, self._evaluator = recorder.coordinator, recorder.evaluator
         self._saver = saver
-        self._watch = watch
         self._about_to_evaluate = about_to_evaluate
-        self._seen = coordinator.version  # when an evaluation was last considered
-        self._look_at, self._rate_changed = look_at, rate_changed
+        self._seen = self._coordinator.version  # when an evaluation was last considered
         self._dead: set[int] = set()  # workers that died
         self._infos = link.inbox(messages.TAG_INFO, messages.PUSH_INFO)
         self._wanted = link.inbox(messages.TAG_SLOT, messages.SLOT) if link.lends else None
@@ -145,9 +126,9 @@ class Leader:
             self._carry_out(self._coordinator.pushed(now_s, push_info))
             if self._link.lends and self._coordinator.is_pending(push_info.worker):
                 self._command([CommandRecord(messages.CommandKind.ARRIVED, to(push_info.worker))])
-            self._look_at(push_info)
+            self._recorder.look_at(push_info)
         elif kind == messages.InfoKind.RATE:
-            self._rate_changed(now_s, push_info)
+            self._recorder.rate_changed(now_s, push_info)
         elif kind == messages.InfoKind.LEFT:
             self._carry_out(self._coordinator.left(now_s, push_info.worker))
         elif kind == messages.InfoKind.JOINED:
@@ -235,7 +216,7 @@ class Leader:
 
     def _do_chores(self, now_s: float) -> None:
         if self._saver is not None and self._saver.holding:
-            self._chores(now_s)
+            self._recorder.chores(now_s, halted=True)
             return
         if commands := self._coordinator.passed(now_s):
             self._carry_out(commands)
@@ -244,8 +225,7 @@ class Leader:
             self._carry_out(self._coordinator.evaluated(*judged, known_s=self._link.clock.now()))
         if self._coordinator.wants_evaluation:
             self._evaluate_if_due(self._link.clock.now())
-        self._watch(now_s)
-        self._chores(now_s)
+        self._recorder.chores(now_s, halted=False)
 
     def _evaluate_if_due(self, now_s: float) -> None:
         coordinator, evaluator = self._coordinator, self._evaluator

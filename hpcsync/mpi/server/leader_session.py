@@ -12,7 +12,6 @@ import torch
 
 from hpcsync.core.assignments import create_paradigm
 from hpcsync.core.coordinator import coordinate
-from hpcsync.core.step_problems import ProblemReport
 from hpcsync.mpi.rank0.run_recorder import RunRecorder
 from hpcsync.mpi.server.channel import Reader
 from hpcsync.mpi.server.leader import Leader
@@ -47,18 +46,8 @@ class LeaderSession(FollowerSession):
     def _serve(self) -> None:
         recorder, clock = self._recorder, self._link.clock
         saver = recorder.saver(lambda: recorder.state(clock.now()), self._unheard, clock.now())
-        leader = Leader(
-            self._link,
-            self._shard,
-            recorder.coordinator,
-            recorder.evaluator,
-            recorder.chores,
-            saver,
-            recorder.watch.look,
-            self._take_buffers if self._buffers.n_words else None,
-            ProblemReport(self._job.stop.on_nan).see,
-            recorder.rate_changed,
-        )
+        about_to_evaluate = self._take_buffers if self._buffers.n_words else None
+        leader = Leader(self._link, self._shard, recorder, saver, about_to_evaluate)
         switch_s = sys.getswitchinterval()
         recorder.begin()
         sys.setswitchinterval(1e-4)  # the evaluator's Python code must not delay the server's

@@ -166,7 +166,7 @@ def test_leaving_between_backward_and_step_is_an_iteration(comm, folder):
 def test_queued_step_infos_are_not_taken_for_weights(comm, folder, monkeypatch):
     """The monitor stalls while more step infos than it can hold queue on the exchange's communicator."""
     stalls = [1.0]
-    monkeypatch.setattr(RunRecorder, "chores", lambda self, now_s: time.sleep(stalls.pop() if stalls else 0.0))
+    monkeypatch.setattr(RunRecorder, "chores", lambda *_, **__: time.sleep(stalls.pop() if stalls else 0.0))
     paradigm = {"name": "gossip", "mode": "permutation", "period": 50}
     this = job(paradigm, comm.size, evaluation={"every_samples": 0}, stop={"updates": 300 * comm.size})
     on_some(comm, this, folder)

@@ -42,5 +42,5 @@ def test_a_death_that_is_noticed_right_after_an_evaluation_comes_after_it(monkey
     evaluator = MagicMock(busy=False)
     evaluator.result.return_value = (0.0, 0, 0, 2.0, 0.1, math.nan)
     with pytest.raises(error):
-        leader_class(link, shard, coordinator, evaluator, lambda now_s: None).serve()
+        leader_class(link, shard, MagicMock(coordinator=coordinator, evaluator=evaluator)).serve()
     assert [table for table, _ in trace.rows] == ["evaluations", "decisions", "membership"]
