@@ -17,7 +17,7 @@ from hpcsync.core.step_problems import ProblemReport, StepChecks
 from hpcsync.paradigms.records import PushInfo
 from hpcsync.training.buffers import Buffers, Calibrate
 from hpcsync.training.lr_schedule import EvaluationSchedule, learning_rate
-from hpcsync.training.script_optimizers import parameters_of, unscale
+from hpcsync.training.script_optimizers import parameters_of, scaled_rates, unscale
 from hpcsync.workloads.registry import Evaluate, aimed
 
 
@@ -104,13 +104,8 @@ class LocalSession(Session):
             optimizer.grad_scale = None  # what has been dealt with
             torch.nn.utils.clip_grad_norm_(list(parameters_of(optimizer)), self._clip_norm)
         optimizer._opt_called = True  # what a scheduler looks for
-        given = [group["lr"] for group in optimizer.param_groups]
-        factor = self._lr(self._samples, self._updates, 1)
-        for group in optimizer.param_groups if factor != 1.0 else ():
-            group["lr"] = group["lr"] * factor
-        own_step()
-        for group, lr in zip(optimizer.param_groups, given, strict=True):
-            group["lr"] = lr
+        with scaled_rates(optimizer, self._lr(self._samples, self._updates, 1)):
+            own_step()
         self._count()
         return loss
 

@@ -169,11 +169,7 @@ class ScriptOptimizers:
         return np.array([*self._stated_numbers(), *map(float, self.present)])
 
     def _stated_numbers(self) -> list[float]:
-        stated: list[float] = []
-        for optimizer, group, key, count in self.numbers:
-            value = self.optimizers[optimizer].param_groups[group][key]
-            stated += map(float, value) if count else [float(value)]
-        return stated
+        return [*chain.from_iterable(_options(self.optimizers, self.numbers))]
 
     def set_numbers(self, stated: Sequence[float]) -> None:
         """Set the numbers of all groups, as in a `StepToMake`."""
@@ -377,6 +373,18 @@ def clipped(norm: float, limit: float | None) -> float:
     return 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
 
 
+@contextmanager
+def scaled_rates(optimizer: torch.optim.Optimizer, factor: float) -> Iterator[None]:
+    """Let the optimizer step with its learning rates times this factor."""
+    given = [group["lr"] for group in optimizer.param_groups]
+    if factor != 1.0:
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * factor
+    yield
+    for group, rate in zip(optimizer.param_groups, given, strict=True):
+        group["lr"] = rate
+
+
 def unscale(optimizer: torch.optim.Optimizer) -> None:
     """Divide the gradients by the scale that a `torch.amp.GradScaler` has left to the optimizer's step, if any."""
     if (scale := getattr(optimizer, "grad_scale", None)) is not None:
@@ -428,14 +436,9 @@ class OwnOptimizer(WorkerOptimizer):
         script.flat.return_gradient(present)
         if script.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(list(parameters_of(optimizer)), script.clip_norm)
-        given = [group["lr"] for group in optimizer.param_groups]
-        for at, group in enumerate(optimizer.param_groups):
-            if lr != 1.0:
-                group["lr"] = group["lr"] * lr
-            self._lr[at_optimizer][at] = float(group["lr"])
-        script.steps[at_optimizer]()
-        for group, rate in zip(optimizer.param_groups, given, strict=True):
-            group["lr"] = rate
+        with scaled_rates(optimizer, lr):
+            self._lr[at_optimizer] = [float(group["lr"]) for group in optimizer.param_groups]
+            script.steps[at_optimizer]()
         script.flat.collect()
 
     def drop_look_ahead(self) -> None:
@@ -566,14 +569,8 @@ class PieceOptimizer(ServerOptimizer):
             piece.parameter.grad = piece.of(gradient)
         self._clip(stepped)
         for index in sorted({self._script.owner[piece.index] for piece in stepped}):
-            groups = self.optimizers[index].param_groups
-            given = [group["lr"] for group in groups]
-            if lr != 1.0:
-                for group in groups:
-                    group["lr"] = group["lr"] * lr
-            self.optimizers[index].step()
-            for group, rate in zip(groups, given, strict=True):
-                group["lr"] = rate
+            with scaled_rates(self.optimizers[index], lr):
+                self.optimizers[index].step()
         for piece in stepped:
             if piece.parameter.dtype != self._weights.dtype:
                 self._weights.data[piece.span].view(piece.shape).copy_(piece.parameter.data)
