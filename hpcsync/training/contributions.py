@@ -132,6 +132,9 @@ class LocalSteps(Contribution):
         self._lr = self._rate(self.samples, self.steps)
         self.steps += 1
         self.samples += n_samples
+        self._use(gradient, last)
+
+    def _use(self, gradient: torch.Tensor, last: bool) -> None:
         self._optimizer.step(gradient, self._lr)
 
 
@@ -221,14 +224,10 @@ class Position(LocalSteps):
         self._optimizer.drop_look_ahead()
         return super().prepare()
 
-    def _step(self, gradient: torch.Tensor, n_samples: int, last: bool) -> None:
+    def _use(self, gradient: torch.Tensor, last: bool) -> None:
         if not last:
-            super()._step(gradient, n_samples, last)
-            return
-        self._lr = self._rate(self.samples, self.steps)
-        self.steps += 1
-        self.samples += n_samples
-        if gradient is not self._gradient:
+            super()._use(gradient, last)
+        elif gradient is not self._gradient:
             self._gradient.copy_(gradient)
 
 
