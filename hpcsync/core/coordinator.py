@@ -101,6 +101,13 @@ class Recorder(Protocol):
         return
 
 
+class NoRecorder(Recorder):
+    """Recorder of nothing."""
+
+    def append(self, table: str, row: tuple[object, ...]) -> None:
+        """Do nothing."""
+
+
 class Coordinator(Stateful):
     """Decisions of one run with servers.
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from hpcsync.config.errors import JobError, shown
 from hpcsync.config.job import Job, used
 from hpcsync.core.assignments import create_paradigm
-from hpcsync.core.coordinator import Coordinator, Recorder, coordinate
+from hpcsync.core.coordinator import Coordinator, NoRecorder, coordinate
 from hpcsync.core.peer_coordinator import PeerCoordinator
 from hpcsync.run_dir import checkpoint_files
 from hpcsync.state import StateError, built
@@ -229,11 +229,8 @@ def _difference(key: str, old: Any, new: Any) -> tuple[str, Any, Any]:
 
 def _coordinator(job: Job) -> Coordinator | PeerCoordinator:
     """Return a new coordinator of the job that records nothing."""
-    return coordinate(job, create_paradigm(job), _Nowhere()) if job.has_servers else PeerCoordinator(job, _Nowhere())
-
-
-class _Nowhere(Recorder):
-    def append(self, table: str, row: tuple[object, ...]) -> None: ...
+    trace = NoRecorder()
+    return coordinate(job, create_paradigm(job), trace) if job.has_servers else PeerCoordinator(job, trace)
 
 
 def _numbered(folder: Path) -> list[Path]:

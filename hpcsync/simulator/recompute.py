@@ -10,6 +10,7 @@ which the trace does not hold.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from hpcsync.audit.check import Check, Part, check_all
 from hpcsync.audit.server_recount import Recount
 from hpcsync.config.job import Job, Script
 from hpcsync.core.assignments import create_assignments, create_paradigm
-from hpcsync.core.coordinator import AccumulateCommand, Command, Recorder, UpdateCommand, coordinate
+from hpcsync.core.coordinator import AccumulateCommand, Command, NoRecorder, Recorder, UpdateCommand, coordinate
 from hpcsync.core.job_validation import check
 from hpcsync.core.stanza_resolution import resolved
 from hpcsync.paradigms import Grant, PushInfo
@@ -141,7 +142,7 @@ class _Served:
     def __init__(self, trace: Trace, job: Job, workload: Workload) -> None:
         self._recount = Recount(trace)
         self._job, self._finished = job, trace.finished
-        self._coordinator = coordinate(job, create_paradigm(job), _Nowhere())
+        self._coordinator = coordinate(job, create_paradigm(job), NoRecorder())
         self._numerics = Numerics(job, workload)
         self._grants = list(create_assignments(job).first)
         self._version = 0
@@ -260,32 +261,23 @@ def _in_step(trace: Trace, job: Job, workload: Workload) -> tuple[Values, Values
     factory.simulation(again, workload, peer_transfers.build(again, workload), rows).run()
     recorded, made = (
         steps[np.lexsort((steps["iteration"], steps["worker"]))]
-        for steps in (trace.tables["exchanges"], np.array(rows.exchanges, TABLES["exchanges"]))
+        for steps in (trace.tables["exchanges"], np.array(rows.of["exchanges"], TABLES["exchanges"]))
     )
     if len(recorded) != len(made):
         raise ValueError(f"{len(recorded)} iterations are recorded, {len(made)} follow from the job")
-    judged = {int(row[1]): (float(row[3]), float(row[4])) for row in rows.evaluations}
+    judged = {int(row[1]): (float(row[3]), float(row[4])) for row in rows.of["evaluations"]}
     return _losses(recorded, made["loss"]), _evaluations(trace.tables["evaluations"], judged)
 
 
-class _Nowhere(Recorder):
-    """Recorder of nothing."""
-
-    def append(self, table: str, row: tuple[object, ...]) -> None:
-        """Do nothing."""
-
-
 class _Rows(Recorder):
-    """Recorder of exchanges and evaluations."""
+    """Recorder of all rows, by table."""
 
     def __init__(self) -> None:
-        self.exchanges: list[tuple[Any, ...]] = []
-        self.evaluations: list[tuple[Any, ...]] = []
+        self.of = defaultdict[str, list[tuple[Any, ...]]](list)
 
     def append(self, table: str, row: tuple[Any, ...]) -> None:
-        """Keep a row of these tables."""
-        if table in ("exchanges", "evaluations"):
-            getattr(self, table).append(row)
+        """Keep a row."""
+        self.of[table].append(row)
 
 
 def _push_info(push: np.void) -> PushInfo:
