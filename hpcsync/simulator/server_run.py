@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from hpcsync.config.job import Job
@@ -31,7 +31,7 @@ from hpcsync.paradigms.records import Problem
 from hpcsync.simulator.cluster import SimulatedCluster
 from hpcsync.simulator.gradients import Work
 from hpcsync.simulator.run import Judged, Simulation, Watch
-from hpcsync.simulator.server_numerics import NoNumerics, Numerics
+from hpcsync.simulator.server_numerics import Contributed, NoNumerics, Numerics
 from hpcsync.training.gradient import piece_shares
 from hpcsync.training.speed_models import estimator, nominal_clock
 from hpcsync.workloads.registry import Workload
@@ -50,9 +50,7 @@ class _Worker:
     joins: bool = False  # True if the next grant answers its join
     end_s: float = 0.0  # when its last local step ended
     sent_s: float = 0.0  # when the put of its encoded contribution began
-    loss: float = 0.0  # of the contribution
-    gradient_sq: float = math.nan  # of the contribution
-    wire_bytes: int = 0  # of the contribution
+    contributed: Contributed = field(init=False)  # its latest contribution
 
 
 class ServerSimulation(Simulation):
@@ -193,21 +191,18 @@ class ServerSimulation(Simulation):
     def _send(self, worker: int) -> None:
         """Compress and push the worker's contribution; of a cancelled one only the push info."""
         state = self._workers[worker]
-        sizes_bytes = self._contribute(worker)
+        state.contributed = self._contribute(worker)
+        state.end_s = state.sent_s = self._loop.now_s
         if state.machine.share < 1.0:
             self._transfers.push_info(worker, state.machine.grant.iteration, self._arrive)
         elif self._encode_s:
-            self._loop.after(self._encode_s, self._push, worker, sizes_bytes)
+            self._loop.after(self._encode_s, self._push, worker)
         else:
-            self._push(worker, sizes_bytes)
+            self._push(worker)
 
-    def _contribute(self, worker: int) -> Sequence[int]:
-        """Compute the worker's contribution; return the bytes for each server."""
-        state = self._workers[worker]
-        state.loss, sizes_bytes, state.gradient_sq = self._numerics.contribute(worker, self._work(worker))
-        state.end_s = state.sent_s = self._loop.now_s
-        state.wire_bytes = sum(sizes_bytes)
-        return sizes_bytes
+    def _contribute(self, worker: int) -> Contributed:
+        """Compute the worker's contribution."""
+        return self._numerics.contribute(worker, self._work(worker))
 
     def _work(self, worker: int) -> Work:
         """Return the local steps that the worker has computed since it read the weights."""
@@ -215,10 +210,10 @@ class ServerSimulation(Simulation):
         grant = machine.grant
         return Work(grant.first_sample, machine.n_samples, self._n_pieces, machine.share, machine.n_steps, grant.ratio)
 
-    def _push(self, worker: int, sizes_bytes: Sequence[int]) -> None:
+    def _push(self, worker: int) -> None:
         state = self._workers[worker]
         state.sent_s = self._loop.now_s
-        self._transfers.push(worker, state.machine.grant.iteration, sizes_bytes, self._arrive)
+        self._transfers.push(worker, state.machine.grant.iteration, state.contributed.sizes_bytes, self._arrive)
 
     def _arrive(self, worker: int, put_s: float) -> None:
         """Handle a push once the servers have made the updates of earlier ones."""
@@ -242,10 +237,11 @@ class ServerSimulation(Simulation):
         if self._keeps_back(worker, self._arrive, put_s):
             return
         now_s, state = self._loop.now_s, self._workers[worker]
+        loss, sizes_bytes, gradient_sq = state.contributed
         encode_s, duration_s = state.sent_s - state.end_s, put_s - state.sent_s
-        problem = self._problem_of(state.loss) if state.machine.share == 1.0 else Problem.NONE
+        problem = self._problem_of(loss) if state.machine.share == 1.0 else Problem.NONE
         push_info = state.machine.delivered(
-            state.loss, encode_s, duration_s, state.wire_bytes, problem=problem, gradient_sq=state.gradient_sq
+            loss, encode_s, duration_s, sum(sizes_bytes), problem=problem, gradient_sq=gradient_sq
         )
         if problem:
             self._look_at(push_info)
@@ -269,7 +265,9 @@ class ServerSimulation(Simulation):
                 else:
                     self._once_updated(transfer)
             elif isinstance(command, UpdateCommand):
-                self._updated(*self._numerics.apply(command))
+                version, gradient_sq = self._numerics.apply(command)
+                if version:
+                    self.coordinator.updated(version, gradient_sq)
                 self._spend(max(1, len(command.workers)) * self._update_s)
                 contributing.difference_update(command.workers)
                 for transfer in reserved:
@@ -285,10 +283,6 @@ class ServerSimulation(Simulation):
         if due is not None and due != self._due:
             self._loop.at(max(due.now_s, self._loop.now_s), self._time_has_come)  # it may have passed during a halt
         self._due = due
-
-    def _updated(self, version: int, gradient_sq: float) -> None:
-        if version:
-            self.coordinator.updated(version, gradient_sq)
 
     def _spend(self, seconds: float) -> None:
         """Let the servers update for so long, from now or from when they are free."""

@@ -41,6 +41,7 @@ from hpcsync.simulator.replayed_times import (
     link_of,
     to_servers,
 )
+from hpcsync.simulator.server_numerics import Contributed
 from hpcsync.simulator.server_run import ServerSimulation
 from hpcsync.trace.reader import Trace, TraceFile
 from hpcsync.trace.schema import Rows
@@ -300,10 +301,8 @@ class _Servers(ServerSimulation):
         super().__init__(*of_every_run)
         self._losses = [chain(own, repeat(own[-1])) for own in losses]
 
-    def _contribute(self, worker: int) -> Sequence[int]:
-        sizes_bytes = super()._contribute(worker)
-        self._workers[worker].loss = next(self._losses[worker])
-        return sizes_bytes
+    def _contribute(self, worker: int) -> Contributed:
+        return super()._contribute(worker)._replace(loss=next(self._losses[worker]))
 
 
 def _duration_s(recorded: _Recorded, workers: Sequence[Columns]) -> float:
