@@ -263,7 +263,7 @@ class ADSP(Paradigm):
         return min(commit_s, max(self._stop_s - now_s, SHORTEST * self._period_s))  # (d)
 
     def _continue(self, worker: int) -> Grant:
-        return self._grant_steps(worker, UNTIL, self._commit_s(worker, self._now_s))
+        return self._grant(worker, local_steps=UNTIL, commit_s=self._commit_s(worker, self._now_s))
 
     def _continue_all(self) -> list[Grant]:
         """Return the grants of all blocked workers, each as by `_continue`; a thousand workers may have stopped."""

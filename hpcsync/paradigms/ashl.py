@@ -292,11 +292,11 @@ class ASHL(Paradigm):
     def _continue(self, worker: int) -> Grant:
         if self.stage == PROFILE:
             ratio = self._profile_ratio(self._progress.pushes[worker] + 1)  # (e)
-            return self._grant_steps(worker, 1, ratio=ratio)
+            return self._grant(worker, local_steps=1, ratio=ratio)
         if self.stage == FINE:
             self._begun.add(worker)
         ratio = self._ratios.get(worker, math.nan)
-        return self._grant_steps(worker, self._steps[worker], ratio=ratio)
+        return self._grant(worker, local_steps=self._steps[worker], ratio=ratio)
 
     def _is_sparse(self, iteration: int) -> bool:
         """Return True if this push of the profile times the compression instead of the link."""

@@ -211,7 +211,7 @@ class AsyncDiLoCo(Paradigm):
             if steps != self._granted[worker]:
                 rows.append(Decision("local-steps", worker, float(steps), (own_s, fastest_s)))
         self._granted[worker] = steps
-        return [*rows, self._grant_steps(worker, steps)]
+        return [*rows, self._grant(worker, local_steps=steps)]
 
 
 LIU = Reference(

@@ -180,7 +180,7 @@ class DSSP(SSP):
         self._record_push(worker)
         if self._credits[worker] > 0:  # line 3
             self._credits[worker] -= 1
-            return [self._grant(worker, self._credits[worker])]
+            return [self._grant(worker, credits=self._credits[worker])]
         # (k) Line 8 says `<=`; the text and figure 2 would block at a lead of s_L. The reads of SSP imply `<=` too.
         if self._gate.is_open(worker):
             return [self._grant(worker)]
@@ -231,7 +231,7 @@ class DSSP(SSP):
         # (b) Line 14 sends OK without spending a credit, so r* = n gives n + 1 iterations where the text and figure 2
         # have n. With `first_costs` the iteration granted here is the first of the n.
         self._credits[worker] = credits - self.first_costs
-        return [decision, self._grant(worker, self._credits[worker])]
+        return [decision, self._grant(worker, credits=self._credits[worker])]
 
     def _record_push(self, worker: int) -> None:
         """Record the push in table A: Algorithm 2, lines 1 and 2.
@@ -248,12 +248,12 @@ class DSSP(SSP):
         self._slowest_by_next_push_iters = -1  # the worker may be among the slowest
         return super()._joined(worker)
 
-    def _grant(self, worker: int, credits: int = 0) -> Grant:
+    def _grant(self, worker: int, **chosen: Any) -> Grant:
         # (i) The paper's interval runs from push to push and so contains the worker's own wait, which is unrelated to
         # its speed. Otherwise it begins with the grant, and the next push is predicted from there.
         if self.intervals_from_grants:
             self._interval_begin_s[worker] = self._now_s
-        return super()._grant(worker, credits)
+        return super()._grant(worker, **chosen)
 
     def _slowest(self) -> int | None:
         """Return the slowest worker of Algorithm 2, line 3; None while one of the candidates has not pushed twice.

@@ -189,10 +189,10 @@ class FirstK(Paradigm):
         grants = self._grant_blocked()
         return [update, *self._choose_k(worker), *grants, *map(Cancel, late)]  # (c)
 
-    def _grant(self, worker: int, credits: int = 0) -> Grant:
+    def _grant(self, worker: int, **chosen: Any) -> Grant:
         self._read[worker] = self._version
         self._up_to_date.add(worker)
-        return super()._grant(worker, credits)
+        return super()._grant(worker, **chosen)
 
     def _choose_k(self, worker: int) -> list[Decision]:
         """Choose k for the round that begins, which is empty, so that any k is possible (f)."""

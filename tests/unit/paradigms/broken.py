@@ -81,5 +81,5 @@ class RemembersOtherRuns(ASP):
         super().__init__(n_workers)
         self._run = next(self.runs)
 
-    def _grant(self, worker, credits=0):
-        return super()._grant(worker, self._run)
+    def _grant(self, worker, **chosen):
+        return super()._grant(worker, credits=self._run)

@@ -351,9 +351,9 @@ class AsksTheFirstOfTheSlowest(DSSP):
 
 
 class MeasuresWaits(DSSP):
-    def _grant(self, worker, credits=0):
+    def _grant(self, worker, **chosen):
         begin_s = self._interval_begin_s[worker]
-        grant = super()._grant(worker, credits)
+        grant = super()._grant(worker, **chosen)
         self._interval_begin_s[worker] = begin_s
         return grant
 
