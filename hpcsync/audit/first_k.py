@@ -71,9 +71,12 @@ def drops_are_too_stale(recount: Recount, paradigm: FirstKOptions) -> Check:
         f"dropped pushes {'are of an older version' if late else 'exceed the staleness bound'}",
         (
             (pushes["outcome"] == Outcome.APPLIED) & too_stale,
-            lambda i: f"{_push(recount, i)} is applied, but is {_staleness(recount)[i]} versions old on arrival",
+            lambda i: f"{recount.push_name(i)} is applied, but is {_staleness(recount)[i]} versions old on arrival",
         ),
-        (wasted, lambda i: f"{_push(recount, i)} is dropped, but is {_staleness(recount)[i]} versions old on arrival"),
+        (
+            wasted,
+            lambda i: f"{recount.push_name(i)} is dropped, but is {_staleness(recount)[i]} versions old on arrival",
+        ),
     )
 
 
@@ -90,7 +93,7 @@ def contributors_wait_for_their_update(recount: Recount, paradigm: FirstKOptions
     return check_rows(
         "only contributors block, until their update",
         known & (released != expected),
-        lambda i: f"{_push(recount, i)} is not granted {'at once' if at_once[i] else 'with its update'}",
+        lambda i: f"{recount.push_name(i)} is not granted {'at once' if at_once[i] else 'with its update'}",
     )
 
 
@@ -151,7 +154,7 @@ def cancelled_is_dropped(recount: Recount) -> Check:
     return check_rows(
         "cancelled iterations are of an older version" if aborts else "no iteration is cancelled",
         early & ~(right & aborts),
-        lambda i: f"{_push(recount, i)} has share {pushes['share'][i]}, {_staleness(recount)[i]} versions old",
+        lambda i: f"{recount.push_name(i)} has share {pushes['share'][i]}, {_staleness(recount)[i]} versions old",
     )
 
 
@@ -171,8 +174,3 @@ def _too_stale(recount: Recount, paradigm: FirstKOptions) -> Rows:
             current = np.minimum(recount.version_at(recount.pushes["seq"]), len(recount.k) - 1)
             bound = np.ceil(2 * recount.n_workers / recount.k[current])
     return _staleness(recount) > bound
-
-
-def _push(recount: Recount, row: int) -> str:
-    push = recount.pushes[row]
-    return f"push of worker {push['worker']}, iteration {push['iteration']}, seq {push['seq']}"

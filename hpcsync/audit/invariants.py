@@ -14,6 +14,7 @@ import numpy as np
 from hpcsync.audit.batch_decisions import possible
 from hpcsync.audit.check import Check, Part, check_all, check_rows, describe_columns
 from hpcsync.audit.progress import (
+    evaluations_agree,
     evaluations_come_when_due,
     rates_are_of_the_schedule,
     the_run_ends_by_its_rule,
@@ -199,7 +200,7 @@ def iterations_count_pushes(recount: Recount) -> Check:
     return check_rows(
         "iteration is the worker's push count",
         recount.pushes["iteration"] != expected,
-        lambda i: f"{_push(recount, i)} is the worker's push number {expected[i]}",
+        lambda i: f"{recount.push_name(i)} is the worker's push number {expected[i]}",
     )
 
 
@@ -217,7 +218,7 @@ def each_push_is_granted_once(recount: Recount) -> Check:
     unanswered[recount.answered[recount.answered >= 0]] = False
     return check_all(
         "each push is answered by exactly one grant",
-        (wrong, lambda i: f"{_grant(recount, i)} follows {follows[i]} pushes of its worker"),
+        (wrong, lambda i: f"{recount.grant_name(i)} follows {follows[i]} pushes of its worker"),
         (unanswered, lambda i: f"worker {events['worker'][i]} has no grant for seq {events['seq'][i]}"),
     )
 
@@ -230,7 +231,7 @@ def granted_version_is_read(recount: Recount) -> Check:
     return check_rows(
         "version_read is the granted version",
         known & (pushes["version_read"] != expected),
-        lambda i: f"{_push(recount, i)} read version {pushes['version_read'][i]}, the granted one is {expected[i]}",
+        lambda i: f"{recount.push_name(i)} read version {pushes['version_read'][i]}, the granted one is {expected[i]}",
     )
 
 
@@ -240,7 +241,7 @@ def granted_version_is_current(recount: Recount) -> Check:
     return check_rows(
         "each grant names the current version",
         grants["version"] != current,
-        lambda i: f"{_grant(recount, i)} names version {grants['version'][i]}, the current one is {current[i]}",
+        lambda i: f"{recount.grant_name(i)} names version {grants['version'][i]}, the current one is {current[i]}",
     )
 
 
@@ -276,7 +277,7 @@ def staleness_is_recounted(recount: Recount) -> Check:
         "staleness equals the recount",
         recount.settled & ((version < low) | (version > high)),
         lambda i: (
-            f"{_push(recount, i)} has staleness {pushes['staleness'][i]}, the recount gives "
+            f"{recount.push_name(i)} has staleness {pushes['staleness'][i]}, the recount gives "
             f"{low[i] - pushes['version_read'][i]}"
         ),
     )
@@ -284,27 +285,17 @@ def staleness_is_recounted(recount: Recount) -> Check:
 
 def samples_add_up(recount: Recount) -> Check:
     """Check that /updates sums the batch sizes of its contributions and that /evaluations agrees with /updates."""
-    updates, evaluations = recount.updates, recount.evaluations
+    updates = recount.updates
     of_applied = np.cumsum(recount.pushes["batch_size"][recount.applied].astype(np.int64))
     last = np.cumsum(updates["n_contributions"]) - 1
     counted = of_applied[last[last < len(of_applied)]]
-    known = (evaluations["version"] >= 0) & (evaluations["version"] <= len(updates))
-    at = np.where(known, evaluations["version"], 0)
-    samples = np.append(0, updates["samples"])[at]
-    updated_s = np.append(-np.inf, updates["now_s"])[at]
     return check_all(
         "sample counts add up",
         (
             updates["samples"][: len(counted)] != counted,
             lambda i: f"version {i + 1} has {updates['samples'][i]} samples, its pushes have {counted[i]}",
         ),
-        (
-            ~known | (evaluations["samples"] != samples) | (evaluations["now_s"] < updated_s),
-            lambda i: (
-                f"/evaluations row {i} (version {evaluations['version'][i]}, {evaluations['samples'][i]} samples, "
-                f"{evaluations['now_s'][i]} s) does not match the update: {samples[i]} samples, {updated_s[i]} s"
-            ),
-        ),
+        evaluations_agree(recount.evaluations, updates, updates["now_s"]),
     )
 
 
@@ -316,7 +307,7 @@ def blocked_is_recounted(recount: Recount) -> Check:
         "held_s is the time from push to grant",
         (recount.answered >= 0) & ~(np.abs(grants["held_s"] - expected_s) < SAME_TIME_S),
         lambda i: (
-            f"{_grant(recount, i)} has held_s {grants['held_s'][i]}, its worker was blocked for {expected_s[i]} s"
+            f"{recount.grant_name(i)} has held_s {grants['held_s'][i]}, its worker was blocked for {expected_s[i]} s"
         ),
     )
 
@@ -327,7 +318,7 @@ def lead_is_recounted(recount: Recount) -> Check:
     return check_rows(
         "gap_iters equals the recount",
         grants["gap_iters"] != gap_iters,
-        lambda i: f"{_grant(recount, i)} has gap_iters {grants['gap_iters'][i]}, the recount gives {gap_iters[i]}",
+        lambda i: f"{recount.grant_name(i)} has gap_iters {grants['gap_iters'][i]}, the recount gives {gap_iters[i]}",
     )
 
 
@@ -349,7 +340,7 @@ def release_is_recounted(recount: Recount) -> Check:
     return check_rows(
         "released_by is the event that released the worker",
         known & ~ended & (found != expected),
-        lambda i: f"{_grant(recount, i)} has released_by {found[i]}, the recount gives {expected[i]}",
+        lambda i: f"{recount.grant_name(i)} has released_by {found[i]}, the recount gives {expected[i]}",
     )
 
 
@@ -368,11 +359,11 @@ def no_worker_acts_after_leaving(recount: Recount) -> Check:
         ),
         (
             ~recount.is_active(pushes["worker"], recount.push_event),
-            lambda i: f"{_push(recount, i)} comes after its worker left",
+            lambda i: f"{recount.push_name(i)} comes after its worker left",
         ),
         (
             ~recount.is_active(grants["worker"], recount.grant_event),
-            lambda i: f"{_grant(recount, i)} comes after its worker left",
+            lambda i: f"{recount.grant_name(i)} comes after its worker left",
         ),
     )
 
@@ -391,18 +382,18 @@ def stop_grants_end_the_run(recount: Recount) -> Check:
     late = pushes["seq"] > recount.stop_seq
     return check_all(
         "stop grants end the run",
-        (is_stop & (grants["credits"] != 0), lambda i: f"{_grant(recount, i)} is a stop grant with credits"),
+        (is_stop & (grants["credits"] != 0), lambda i: f"{recount.grant_name(i)} is a stop grant with credits"),
         (
             (grants["seq"] > recount.stop_seq) & ~is_stop,
-            lambda i: f"{_grant(recount, i)} lets a worker continue after seq {recount.stop_seq} ended the run",
+            lambda i: f"{recount.grant_name(i)} lets a worker continue after seq {recount.stop_seq} ended the run",
         ),
         (
             late & (pushes["outcome"] != Outcome.DROPPED),
-            lambda i: f"{_push(recount, i)} is applied after seq {recount.stop_seq} ended the run",
+            lambda i: f"{recount.push_name(i)} is applied after seq {recount.stop_seq} ended the run",
         ),
         (
             pushes["seq"] > stopped[pushes["worker"]],
-            lambda i: f"{_push(recount, i)} comes after its worker's stop grant",
+            lambda i: f"{recount.push_name(i)} comes after its worker's stop grant",
         ),
         (joined["seq"] > recount.stop_seq, lambda i: f"worker {joined['worker'][i]} joins after the run has ended"),
         (endless, lambda i: f"worker {i} has neither a stop grant nor left"),
@@ -427,13 +418,3 @@ INVARIANTS: tuple[Callable[[Recount], Check], ...] = (
     stop_grants_end_the_run,
     the_run_ends_by_its_rule,
 )
-
-
-def _push(recount: Recount, row: int) -> str:
-    push = recount.pushes[row]
-    return f"push of worker {push['worker']}, iteration {push['iteration']}, seq {push['seq']}"
-
-
-def _grant(recount: Recount, row: int) -> str:
-    grant = recount.grants[row]
-    return f"grant to worker {grant['worker']}, iteration {grant['iteration']}, seq {grant['seq']}"

@@ -15,7 +15,7 @@ from hpcsync.audit.averages import averages_are_atomic, averages_are_noticed
 from hpcsync.audit.batch_agreement import check_agreed_sizes
 from hpcsync.audit.check import Check, Part, check_all, check_rows, describe_columns
 from hpcsync.audit.peer_recount import SAME_TIME_S, PeerRecount, previous
-from hpcsync.audit.progress import evaluations_come_when_due
+from hpcsync.audit.progress import evaluations_agree, evaluations_come_when_due
 from hpcsync.audit.stanza import check_separation
 from hpcsync.audit.training import check_training
 from hpcsync.config.compression import DgcOptions, TopKOptions
@@ -376,23 +376,13 @@ def samples_add_up(run: PeerRecount) -> Check:
     counted = np.cumsum(run.samples[order], dtype=np.int64)[last - 1]
     if run.together and not run.finished:
         evaluations = evaluations[evaluations["version"] <= len(updates)]
-    known = (evaluations["version"] >= 0) & (evaluations["version"] <= len(updates))
-    at = np.where(known, evaluations["version"], 0)
-    samples = np.append(0, updates["samples"])[at]
-    updated_s = np.append(-np.inf, run.possible_s if run.together else updates["now_s"])[at]
     return check_all(
         "sample counts add up",
         (
             updates["samples"][: len(counted)] != counted,
             lambda i: f"version {i + 1} has {updates['samples'][i]} samples, its steps have {counted[i]}",
         ),
-        (
-            ~known | (evaluations["samples"] != samples) | (evaluations["now_s"] < updated_s),
-            lambda i: (
-                f"/evaluations row {i} (version {evaluations['version'][i]}, {evaluations['samples'][i]} samples, "
-                f"{evaluations['now_s'][i]} s) does not match the update: {samples[i]} samples, {updated_s[i]} s"
-            ),
-        ),
+        evaluations_agree(evaluations, updates, run.possible_s if run.together else updates["now_s"]),
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hpcsync.audit.check import Check, check_all, check_rows, describe_columns
+from hpcsync.audit.check import Check, Part, check_all, check_rows, describe_columns
 from hpcsync.audit.server_recount import Recount
 from hpcsync.config.job import Script
 from hpcsync.config.workloads import Function
@@ -199,6 +199,24 @@ def is_scheduled(samples: Rows, every: int) -> Rows:
     if not every:
         return np.zeros(len(samples), bool)
     return samples // every > np.append(0, samples)[:-1] // every
+
+
+def evaluations_agree(evaluations: Rows, updates: Rows, made_s: Rows) -> Part:
+    """Return the property that each evaluation has the samples of its version and does not come before it was made.
+
+    `made_s` has the time of each version from 1 on.
+    """
+    known = (evaluations["version"] >= 0) & (evaluations["version"] <= len(updates))
+    at = np.where(known, evaluations["version"], 0)
+    samples = np.append(0, updates["samples"])[at]
+    least_s = np.append(-np.inf, made_s)[at]
+    return (
+        ~known | (evaluations["samples"] != samples) | (evaluations["now_s"] < least_s),
+        lambda i: (
+            f"/evaluations row {i} (version {evaluations['version'][i]}, {evaluations['samples'][i]} samples, "
+            f"{evaluations['now_s'][i]} s) does not match the update: {samples[i]} samples, {least_s[i]} s"
+        ),
+    )
 
 
 def _is_evaluated(trace: Trace, version: Rows) -> Rows:

@@ -60,6 +60,16 @@ class Recount:
             self.updates = self.updates[: len(self.applied)]
             self.evaluations = self.evaluations[self.evaluations["version"] <= len(self.updates)]
 
+    def push_name(self, row: int) -> str:
+        """Return the name of a push for messages."""
+        push = self.pushes[row]
+        return f"push of worker {push['worker']}, iteration {push['iteration']}, seq {push['seq']}"
+
+    def grant_name(self, row: int) -> str:
+        """Return the name of a grant for messages."""
+        grant = self.grants[row]
+        return f"grant to worker {grant['worker']}, iteration {grant['iteration']}, seq {grant['seq']}"
+
     # ---- events ----------------------------------------------------------------------------------------------------
 
     @cached_property
