@@ -551,19 +551,18 @@ class _Override(NamedTuple):
         except ValueError:
             raise JobError(f"--set {shown(text)}: must have whole numbers of at most 64 bits") from None
         found = parsed["value"] if parsed.keys() == {"value"} else value.strip()
-        if parts in _KEYS_OF_KIND and isinstance(found, str):
-            parts = (*parts, _KEYS_OF_KIND[parts])
+        if parts in _OF_KINDS and isinstance(found, str):
+            parts = (*parts, _OF_KINDS[parts][0])
         return _Override(text, parts, found)
 
 
-# Tables that are one of several kinds, and the key that names the kind.
-_KEYS_OF_KIND = {
-    ("paradigm",): "name",
-    ("compression",): "name",
-    ("optimizer", "schedule"): "name",
-    ("cluster", "compute"): "model",
+# Tables that are one of several kinds: the key that names the kind, and the union of the kinds.
+_OF_KINDS = {
+    ("paradigm",): ("name", ParadigmTable),
+    ("compression",): ("name", CompressionOptions),
+    ("optimizer", "schedule"): ("name", Schedule),
+    ("cluster", "compute"): ("model", Compute),
 }
-_UNIONS = (ParadigmTable, CompressionOptions, Schedule, Compute)
 
 
 def override(table: dict[str, Any], overrides: Sequence[str]) -> list[str]:
@@ -590,12 +589,12 @@ def override(table: dict[str, Any], overrides: Sequence[str]) -> list[str]:
         For an override that is not KEY=VALUE, or whose key is below a value that is not a table.
     """
     parsed = [_Override.of(text) for text in overrides]
-    kinds = {path: _at(table, (*path, key)) for path, key in _KEYS_OF_KIND.items()}
+    kinds = {path: _at(table, (*path, key)) for path, (key, _) in _OF_KINDS.items()}
     for each in parsed:
         _set(table, each)
     given = {each.key for each in parsed}
     lines = []
-    for (path, key), union in zip(_KEYS_OF_KIND.items(), _UNIONS, strict=True):
+    for path, (key, union) in _OF_KINDS.items():
         if (*path, key) in given and path not in given:
             lines += _without_foreign_keys(_at(table, path), path, key, kinds[path], union, given)
     return lines + drop_excluded(table, given)
