@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Callable
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -23,6 +25,19 @@ def matching(pattern: str, what: str) -> AfterValidator:
         return text
 
     return AfterValidator(check)
+
+
+def one_or_each(kind: type[int] | type[float], allowed: Callable[[float], bool], what: str) -> BeforeValidator:
+    """Return a validator of a finite number of this kind, or of a list of them; `what` describes them in messages."""
+
+    def check(value: Any) -> Any:
+        is_list = isinstance(value, list | tuple)
+        each = value if is_list else [value]
+        if not each or not all(type(x) in (int, kind) and allowed(x) and x < math.inf for x in each):
+            raise ValueError(f"must be {what}")
+        return tuple(map(kind, each)) if is_list else kind(value)
+
+    return BeforeValidator(check)
 
 
 class Table(BaseModel):

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
-from hpcsync.config.base import Count, Table
+from hpcsync.config.base import Count, Table, one_or_each
 from hpcsync.config.errors import JobError, shown
 
 SIZES = "a whole number of at least 1, or a list of them, one per worker"
-
-
-def _one_or_each(sizes: Any) -> Any:
-    each = sizes if isinstance(sizes, list | tuple) else [sizes]
-    if not each or not all(type(size) is int and size >= 1 for size in each):
-        raise ValueError(f"must be {SIZES}")
-    return tuple(sizes) if isinstance(sizes, list | tuple) else sizes
 
 
 class Batches(Table):
@@ -45,7 +38,7 @@ class Batches(Table):
     predictor: Literal["last", "smoothing", "gru", "blend"] = "blend"
     total: Count | None = None
     minimum: Count = 1
-    maximum: Annotated[int | tuple[int, ...], BeforeValidator(_one_or_each)] | None = None
+    maximum: Annotated[int | tuple[int, ...], one_or_each(int, lambda size: size >= 1, SIZES)] | None = None
     interval: Count = 10
     gain: Annotated[float, Field(ge=0, lt=1)] = 0.05
 

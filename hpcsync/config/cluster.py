@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Discriminator, Field, ValidationInfo, field_validator, model_validator
 
-from hpcsync.config.base import Count, NotNegative, Positive, Table, missing
+from hpcsync.config.base import Count, NotNegative, Positive, Table, missing, one_or_each
 from hpcsync.config.errors import JobError, shown
 from hpcsync.config.time_table import read_times
 
 # ---- compute times ----
 
 
-def _one_or_each(allowed: Callable[[float], bool], what: str) -> BeforeValidator:
-    def check(value: Any) -> Any:
-        each = value if isinstance(value, list | tuple) else [value]
-        if not each or not all(type(x) in (int, float) and allowed(x) and x < math.inf for x in each):
-            raise ValueError(f"must be {what}")
-        return tuple(map(float, each)) if isinstance(value, list | tuple) else float(value)
-
-    return BeforeValidator(check)
-
-
 SECONDS = "a number of at least 0, or a list of them, one per worker"
-Seconds = Annotated[float | tuple[float, ...], _one_or_each(lambda x: x >= 0, SECONDS)]
+Seconds = Annotated[float | tuple[float, ...], one_or_each(float, lambda x: x >= 0, SECONDS)]
 
 # Part of an iteration's time, at the job's batch size, that is independent of the number of samples.
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -192,7 +182,7 @@ class Network(Table):
         Latency of one message from rank to rank in microseconds.
     """
 
-    bandwidth_gbit: Annotated[float | tuple[float, ...], _one_or_each(lambda x: x > 0, BANDWIDTH)] = 10.0
+    bandwidth_gbit: Annotated[float | tuple[float, ...], one_or_each(float, lambda x: x > 0, BANDWIDTH)] = 10.0
     server_bandwidth_gbit: Positive | None = None
     latency_us: NotNegative = 50.0
 
