@@ -29,6 +29,7 @@ from hpcsync.paradigms.events import (
     PushInfo,
 )
 from hpcsync.paradigms.options import OptionError, ParadigmOptions
+from hpcsync.planning.checks import must_be_one_of
 
 __all__ = [
     "OPTIONS",
@@ -105,6 +106,5 @@ def create(name: str, n_workers: int, **options: Any) -> Paradigm:
     TypeError
         If the paradigm does not have an option, or a required option is missing.
     """
-    if name not in PARADIGMS:
-        raise ValueError(f"name must be one of {', '.join(PARADIGMS)}, got {name!r}")
+    must_be_one_of("name", name, PARADIGMS)
     return PARADIGMS[name](n_workers, **options)

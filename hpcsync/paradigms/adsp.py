@@ -76,10 +76,8 @@ from hpcsync.paradigms.options import (
 )
 from hpcsync.paradigms.papers import Reference
 from hpcsync.paradigms.records import UNTIL
-from hpcsync.planning.checks import is_number, is_whole
+from hpcsync.planning.checks import is_number, is_whole, must_be_one_of
 from hpcsync.planning.commit_rate_search import Search, halved, most_commits, reward
-
-RULES = ("cumulative", "released")
 
 SHORTEST = 1e-6  # shortest granted time, as a share of a period
 
@@ -157,8 +155,7 @@ class ADSP(Paradigm):
     ) -> None:
         super().__init__(n_workers)
         _must_be_allowed(check_period_s, interval_min_s, search_every_s, loss_rise, loss_target)
-        if rule not in RULES:
-            raise ValueError(f"rule must be one of {', '.join(RULES)}, got {rule!r}")
+        must_be_one_of("rule", rule, ("cumulative", "released"))
         self._most = most_commits(check_period_s, interval_min_s)
         if commits is not None and not (is_whole(commits) and 1 <= commits <= self._most):
             limit = f"{self._most} (intervals of {interval_min_s} s)"

@@ -57,13 +57,10 @@ from hpcsync.paradigms.events import Action, Apply, Decision, Evaluated, Grant, 
 from hpcsync.paradigms.options import Count, Finite, OptionError, ParadigmOptions, Share, Whole, computed
 from hpcsync.paradigms.papers import Reference, journal
 from hpcsync.paradigms.worker_counts import Gate, WorkerCounts
-from hpcsync.planning.checks import is_number, is_whole
+from hpcsync.planning.checks import is_number, must_be_one_of, must_be_whole
 from hpcsync.planning.local_steps import INDEXED, WorkerProfile, local_steps, ratios, shares
 
 PROFILE, COARSE, FINE = 0, 1, 2  # stages
-SHARES = ("data", "equal")
-LOSSES = ("commits", "evaluation")
-COMMITS = ("on-arrival", "after-gate")
 
 LOSS_BETA = 0.1  # weight of the newest commit in the loss
 CHECKS = 5  # length of a plateau in checks of the loss, one check per n_workers commits or per evaluation
@@ -155,14 +152,10 @@ class ASHL(Paradigm):
         profiled: int = 20,
     ) -> None:
         super().__init__(n_workers)
-        for name, value, least in (
-            ("steps_coarse", steps_coarse, 1),
-            ("steps_fine", steps_fine, 1),
-            ("warmup", warmup, 0),
-            ("profiled", profiled, 2),
-        ):
-            if not (is_whole(value) and value >= least):
-                raise ValueError(f"{name} must be an integer >= {least}, got {value}")
+        must_be_whole("steps_coarse", steps_coarse, 1)
+        must_be_whole("steps_fine", steps_fine, 1)
+        must_be_whole("warmup", warmup, 0)
+        must_be_whole("profiled", profiled, 2)
         if steps_fine > steps_coarse:
             raise ValueError(f"steps_fine must be at most steps_coarse = {steps_coarse}, got {steps_fine}")
         for name, ratio in (("ratio_coarse", ratio_coarse), ("ratio_fine", ratio_fine)):
@@ -176,12 +169,9 @@ class ASHL(Paradigm):
             raise ValueError(f"loss_preset must be a number or None, got {loss_preset}")
         if not (is_number(plateau) and 0 < plateau < 1):
             raise ValueError(f"plateau must be a number > 0 and < 1, got {plateau}")
-        if loss not in LOSSES:
-            raise ValueError(f"loss must be one of {', '.join(LOSSES)}, got {loss!r}")
-        if share not in SHARES:
-            raise ValueError(f"share must be one of {', '.join(SHARES)}, got {share!r}")
-        if commit not in COMMITS:
-            raise ValueError(f"commit must be one of {', '.join(COMMITS)}, got {commit!r}")
+        must_be_one_of("loss", loss, ("commits", "evaluation"))
+        must_be_one_of("share", share, ("data", "equal"))
+        must_be_one_of("commit", commit, ("on-arrival", "after-gate"))
         self.stage = PROFILE
         self._presets = {COARSE: (steps_coarse, ratio_coarse), FINE: (steps_fine, ratio_fine)}
         self._loss_preset = loss_preset

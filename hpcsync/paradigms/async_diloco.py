@@ -65,9 +65,7 @@ from hpcsync.paradigms.options import (
 )
 from hpcsync.paradigms.papers import Reference, arxiv
 from hpcsync.paradigms.records import UNUSED
-from hpcsync.planning.checks import is_number, is_whole
-
-WEIGHTS = ("samples", "equal")
+from hpcsync.planning.checks import is_number, is_whole, must_be_one_of, must_be_whole
 
 ROUNDING = 1e-9  # relative error of a speed that does not cost a worker a step
 
@@ -119,14 +117,12 @@ class AsyncDiLoCo(Paradigm):
         weigh: str = "samples",
     ) -> None:
         super().__init__(n_workers)
-        if not (is_whole(steps) and steps >= 1):
-            raise ValueError(f"steps must be an integer >= 1, got {steps}")
+        must_be_whole("steps", steps, 1)
         if not (is_whole(quorum) and 1 <= quorum <= n_workers):
             raise ValueError(f"quorum must be an integer from 1 to n_workers = {n_workers}, got {quorum}")
         if not (is_number(grace_s) and 0 <= grace_s < math.inf):
             raise ValueError(f"grace_s must be a finite number >= 0, got {grace_s}")
-        if weigh not in WEIGHTS:
-            raise ValueError(f"weigh must be one of {', '.join(WEIGHTS)}, got {weigh!r}")
+        must_be_one_of("weigh", weigh, ("samples", "equal"))
         self._steps = steps
         self._by_speed = by_speed
         self._quorum = quorum

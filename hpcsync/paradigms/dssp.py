@@ -42,7 +42,7 @@ from hpcsync.paradigms.events import Action, Decision, Grant
 from hpcsync.paradigms.options import Allowed, OptionError, ParadigmOptions, Whole, computed
 from hpcsync.paradigms.papers import Reference, meeting
 from hpcsync.paradigms.ssp import SSP, each_update
-from hpcsync.planning.checks import is_whole
+from hpcsync.planning.checks import must_be_one_of, must_be_whole
 
 # The readings of each mode: c, b, i and j.
 MODES: dict[str, dict[str, Any]] = {
@@ -130,13 +130,11 @@ class DSSP(SSP):
         overdue: str | None = None,
         merge: bool = False,
     ) -> None:
-        for name, value in (("staleness_min", staleness_min), ("staleness_max", staleness_max)):
-            if not (is_whole(value) and value >= 0):
-                raise ValueError(f"{name} must be an integer >= 0, got {value}")
+        must_be_whole("staleness_min", staleness_min, 0)
+        must_be_whole("staleness_max", staleness_max, 0)
         if staleness_max < staleness_min:
             raise ValueError(f"staleness_max must be at least staleness_min = {staleness_min}, got {staleness_max}")
-        if mode not in MODES:
-            raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
+        must_be_one_of("mode", mode, MODES)
         super().__init__(n_workers, staleness=staleness_min, merge=merge)
         self.staleness_max = staleness_max
         self.r_max = staleness_max - staleness_min

@@ -46,11 +46,8 @@ from hpcsync.paradigms.base import Paradigm
 from hpcsync.paradigms.events import Accumulate, Action, Apply, Cancel, Decision, Drop, Grant, PushInfo
 from hpcsync.paradigms.options import Allowed, Count, JobTables, OptionError, ParadigmOptions, computed, default
 from hpcsync.paradigms.papers import Reference, meeting
-from hpcsync.planning.checks import is_number, is_whole
+from hpcsync.planning.checks import is_number, is_whole, must_be_one_of
 from hpcsync.planning.k_controller import FROM_ALL, POLICIES, KController, staleness_bound
-
-CANCELS = ("drop", "abort")
-STALENESS_WEIGHTS = ("none", "inverse")
 
 
 class FirstK(Paradigm):
@@ -222,8 +219,7 @@ class KSync(FirstK):
     def __init__(
         self, n_workers: int, *, k: int | str, cancel: str = "drop", k_min: int = 1, k_start: int | None = None
     ) -> None:
-        if cancel not in CANCELS:
-            raise ValueError(f"cancel must be one of {', '.join(CANCELS)}, got {cancel!r}")
+        must_be_one_of("cancel", cancel, ("drop", "abort"))
         super().__init__(n_workers, k=k, k_min=k_min, k_start=k_start, aborts=cancel == "abort")
 
 
@@ -266,9 +262,7 @@ class KAsync(FirstK):
     ) -> None:
         if staleness_max is not None and not (is_number(staleness_max) and staleness_max >= 0):
             raise ValueError(f"staleness_max must be a number >= 0, inf or None, got {staleness_max}")
-        if staleness_weight not in STALENESS_WEIGHTS:
-            allowed = ", ".join(STALENESS_WEIGHTS)
-            raise ValueError(f"staleness_weight must be one of {allowed}, got {staleness_weight!r}")
+        must_be_one_of("staleness_weight", staleness_weight, ("none", "inverse"))
         super().__init__(n_workers, k=k, k_min=k_min, k_start=k_start)
         self.staleness_max = staleness_max
         self._inverse = staleness_weight == "inverse"

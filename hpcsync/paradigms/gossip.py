@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from hpcsync.paradigms.options import Allowed, Count, OptionError, ParadigmOptions, Share, all_wait, computed, every
 from hpcsync.paradigms.papers import ICML, Reference, arxiv, meeting
 from hpcsync.paradigms.peer_method import Actions, ExchangeResult, LocalUpdate, PeerMethod, PeerState
+from hpcsync.planning.checks import must_be_one_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -68,8 +69,7 @@ class PeerSelection:
     dead: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.topology not in TOPOLOGIES:
-            raise ValueError(f"topology must be one of {', '.join(TOPOLOGIES)}, got {self.topology!r}")
+        must_be_one_of("topology", self.topology, TOPOLOGIES)
         if self.include_self and self.topology == "exponential":
             raise ValueError("include_self must be False with the exponential topology")
 

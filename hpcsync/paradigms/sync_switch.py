@@ -58,7 +58,7 @@ from hpcsync.paradigms.options import (
     default,
 )
 from hpcsync.paradigms.papers import Reference, meeting
-from hpcsync.planning.checks import is_number, is_whole
+from hpcsync.planning.checks import is_number, must_be_whole
 
 
 class SyncSwitch(Paradigm):
@@ -122,8 +122,7 @@ class SyncSwitch(Paradigm):
             raise ValueError(f"samples must be a number >= 0 or inf, got {samples}")
         if plateau is not None and not (is_number(plateau) and 0 < plateau < 1):
             raise ValueError(f"plateau must be a number > 0 and < 1, got {plateau}")
-        if not (is_whole(window) and window >= 1):
-            raise ValueError(f"window must be an integer >= 1, got {window}")
+        must_be_whole("window", window, 1)
         if momentum is not None and not (is_number(momentum) and 0 <= momentum < 1):
             raise ValueError(f"momentum must be a number >= 0 and < 1, got {momentum}")
         self.synchronous = True

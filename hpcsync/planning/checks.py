@@ -1,8 +1,10 @@
-"""Type checks of numbers: booleans and NaN are not numbers."""
+"""Checks of options: booleans and NaN are not numbers."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
+from typing import Any
 
 
 def is_whole(value: object) -> bool:
@@ -13,3 +15,15 @@ def is_whole(value: object) -> bool:
 def is_number(value: object) -> bool:
     """Return True for an int or a float that is neither a bool nor NaN; infinity is a number."""
     return is_whole(value) or (isinstance(value, float) and not math.isnan(value))
+
+
+def must_be_whole(name: str, value: Any, least: int) -> None:
+    """Raise ValueError unless the option is an integer of at least `least`."""
+    if not (is_whole(value) and value >= least):
+        raise ValueError(f"{name} must be an integer >= {least}, got {value}")
+
+
+def must_be_one_of(name: str, value: Any, allowed: Collection[str]) -> None:
+    """Raise ValueError unless the option is one of these words."""
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")

@@ -37,7 +37,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from typing import ClassVar
 
-from hpcsync.planning.checks import is_whole
+from hpcsync.planning.checks import is_whole, must_be_one_of
 from hpcsync.state import Stateful
 
 POLICIES = ("state", "loss", "min", "throughput")
@@ -206,8 +206,7 @@ class KController(Stateful):
     def __init__(
         self, n_workers: int, *, policy: str, distinct: bool, k_min: int = 1, k_start: int | None = None
     ) -> None:
-        if policy not in POLICIES:
-            raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {policy!r}")
+        must_be_one_of("policy", policy, POLICIES)
         if not (is_whole(k_min) and 1 <= k_min <= n_workers):
             raise ValueError(f"k_min must be an integer from 1 to n_workers = {n_workers}, got {k_min}")
         if k_start is None:
