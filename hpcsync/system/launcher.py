@@ -461,7 +461,7 @@ def _passing_on(process: subprocess.Popen[bytes], mark: str, suspends: bool, lis
         if signum != signal.SIGTERM or suspended or not (told := {listener.pid for listener in listeners(listening)}):
             return False
         suspended = True
-        for pid in (pids := _rank_0(mark) & told):
+        for pid in (pids := [pid for pid, rank in _ranks(mark).items() if rank == 0 and pid in told]):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signum)
         return bool(pids)
@@ -511,7 +511,7 @@ def _lost_at_start(mark: str, listening: Path) -> Callable[[], bool]:
         nonlocal ranks, looked_s, missing_s
         now_s = time.monotonic()
         if now_s - looked_s >= LOOK_S and not listening.exists():
-            looked_s, running = now_s, _ranks(mark)
+            looked_s, running = now_s, set(_ranks(mark).values())
             missing_s = math.inf if ranks <= running else min(missing_s, now_s)
             ranks |= running
         return 0 in ranks and now_s - missing_s >= LOST_S and not listening.exists()
@@ -533,18 +533,12 @@ def _stop(process: subprocess.Popen[bytes], grace_s: float) -> None:
         process.wait()
 
 
-def _ranks(mark: str) -> set[int]:
-    """Return the ranks of this launch of which a process is running on this node."""
-    environs = process_cleanup.find(mark).values()
-    return {expected_rank(environ) for environ in environs if environ[MARK] == mark and under_launcher(environ)}
-
-
-def _rank_0(mark: str) -> set[int]:
-    """Return the processes of rank 0 of this launch, if it is on this node, with those that it has started."""
+def _ranks(mark: str) -> dict[int, int]:
+    """Return the rank of each process of this launch on this node, those that ranks have started included."""
     return {
-        pid
+        pid: expected_rank(environ)
         for pid, environ in process_cleanup.find(mark).items()
-        if environ[MARK] == mark and under_launcher(environ) and expected_rank(environ) == 0
+        if environ[MARK] == mark and under_launcher(environ)
     }
 
 
