@@ -40,7 +40,7 @@ class Left(NamedTuple):
 
 def left(
     n_ranks: int,
-    environ: Mapping[str, str] | None = None,
+    environ: Mapping[str, str] = os.environ,
     nodes_of: Callable[[str], list[str]] | None = None,
     answering: Callable[[Sequence[str]], set[str]] | None = None,
 ) -> Left:
@@ -58,7 +58,6 @@ def left(
     nodes_of, answering : callable, optional
         Return the nodes that a job has now, and those of them that answer; by default as Slurm's commands say.
     """
-    environ = os.environ if environ is None else environ
     n_before = int(environ.get("SLURM_JOB_NUM_NODES", "1"))
     job = launcher.batch_job(environ)  # of an array the task: SLURM_JOB_ID may name all of them
     if not job or n_before == 1:

@@ -5,6 +5,7 @@ Importing this module loads neither torch nor CuPy.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -119,7 +120,7 @@ def choose(device: str, window: str, found: Found) -> str:
     return "cpu"
 
 
-def index(environ: Mapping[str, str] | None = None, devices: int | None = None) -> int:
+def index(environ: Mapping[str, str] = os.environ, devices: int | None = None) -> int:
     """Return the index of this process's GPU among the `devices` that it can see, by default all that torch finds.
 
     The ranks of a node take the GPUs in turn, and share them if there are more ranks than GPUs.

@@ -142,7 +142,7 @@ class Ended(NamedTuple):
 # ---- the command line ----
 
 
-def mpiexec(environ: Mapping[str, str] | None = None) -> list[str]:
+def mpiexec(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return the launcher that belongs to the MPI library of this Python, or the command line in MPIEXEC.
 
     Raises
@@ -150,7 +150,6 @@ def mpiexec(environ: Mapping[str, str] | None = None) -> list[str]:
     LaunchError
         If there is none, or MPIEXEC is no command line.
     """
-    environ = os.environ if environ is None else environ
     if words := _given_mpiexec(environ):
         return words
     folders = [Path(sys.executable).parent]
@@ -173,7 +172,7 @@ def _given_mpiexec(environ: Mapping[str, str]) -> list[str]:
 
 
 def command(
-    n: int, argv: Sequence[str], environ: Mapping[str, str] | None = None, *, tolerant: bool = False
+    n: int, argv: Sequence[str], environ: Mapping[str, str] = os.environ, *, tolerant: bool = False
 ) -> list[str]:
     """Return the command line that starts `n` ranks of a program.
 
@@ -292,7 +291,7 @@ def on_one_node(environ: Mapping[str, str]) -> bool:
     return len(_given_mpiexec(environ)) <= 1
 
 
-def refuse_crowd(n: int, asked: str, environ: Mapping[str, str] | None = None) -> None:
+def refuse_crowd(n: int, asked: str, environ: Mapping[str, str] = os.environ) -> None:
     """Raise LaunchError for more ranks than a small multiple of the cores, if all of them will be on this node.
 
     Parameters
@@ -304,7 +303,7 @@ def refuse_crowd(n: int, asked: str, environ: Mapping[str, str] | None = None) -
     environ : mapping, optional
         Environment; by default that of this process.
     """
-    if not on_this_node(os.environ if environ is None else environ):
+    if not on_this_node(environ):
         return
     n_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     most = max(RANKS_ANYWHERE, RANKS_PER_CORE * n_cores)
@@ -562,9 +561,8 @@ def _noted_signals() -> Iterator[list[int]]:
 # ---- is this process a rank? ----
 
 
-def expected_size(environ: Mapping[str, str] | None = None) -> int | None:
+def expected_size(environ: Mapping[str, str] = os.environ) -> int | None:
     """Return the number of ranks that the launcher of this process has started; None without a launcher."""
-    environ = os.environ if environ is None else environ
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         if name in environ:
             return int(environ[name])
@@ -580,16 +578,14 @@ def _in_step(environ: Mapping[str, str]) -> bool:
     return 0 <= int(environ.get("SLURM_STEP_ID", -1)) < 2**32 - 16
 
 
-def expected_rank(environ: Mapping[str, str] | None = None) -> int:
+def expected_rank(environ: Mapping[str, str] = os.environ) -> int:
     """Return this process's rank by its launcher's environment; 0 without a launcher."""
-    environ = os.environ if environ is None else environ
     names = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
     return next((int(environ[name]) for name in names if name in environ), 0)
 
 
-def local_rank(environ: Mapping[str, str] | None = None) -> int:
+def local_rank(environ: Mapping[str, str] = os.environ) -> int:
     """Return this process's rank within its node by its launcher's environment; 0 without a launcher."""
-    environ = os.environ if environ is None else environ
     names = (
         "OMPI_COMM_WORLD_LOCAL_RANK",
         "MPI_LOCALRANKID",  # MPICH's hydra and Intel's
@@ -606,26 +602,23 @@ def is_viewed() -> bool:
     return VIEWED in os.environ
 
 
-def under_launcher(environ: Mapping[str, str] | None = None) -> bool:
+def under_launcher(environ: Mapping[str, str] = os.environ) -> bool:
     """Return True if this process is a rank of a job. A shell in a Slurm step of one task is not."""
-    environ = os.environ if environ is None else environ
     size = expected_size(environ)
     if size is None:
         return "PMIX_RANK" in environ and "SLURM_STEP_ID" not in environ  # else of the shell that submitted the job
     return size > 1 or "OMPI_COMM_WORLD_SIZE" in environ or ("PMI_SIZE" in environ and not under_pmi2_of_slurm(environ))
 
 
-def under_pmi2_of_slurm(environ: Mapping[str, str] | None = None) -> bool:
+def under_pmi2_of_slurm(environ: Mapping[str, str] = os.environ) -> bool:
     """Return True if srun --mpi=pmi2 has started this process, and no launcher of MPICH that srun has started."""
-    environ = os.environ if environ is None else environ
     if "MPI_LOCALRANKID" in environ:
         return False
     return environ.get("PMI_JOBID") == f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"
 
 
-def batch_job(environ: Mapping[str, str] | None = None) -> str:
+def batch_job(environ: Mapping[str, str] = os.environ) -> str:
     """Return the id of the batch job of this process, as the batch system's commands take it; "" outside of a job."""
-    environ = os.environ if environ is None else environ
     if "SLURM_ARRAY_TASK_ID" in environ:
         return f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
     if environ.get("LSB_JOBINDEX", "0") != "0":
