@@ -255,15 +255,15 @@ def connect(
             **describe(optimizers),
             "lr_clock": lr_clock,
             "async_lr_scale": async_lr_scale,
-            **({"schedule": dict(schedule)} if schedule else {}),
-            **({} if clip_norm is None else {"clip_norm": clip_norm}),
+            "schedule": dict(schedule) if schedule else None,
+            "clip_norm": clip_norm,
         },
         "stop": dict(stop or {}),
         "evaluation": {"every_samples": every_samples, "buffers": buffers},
         "checkpoint": dict(checkpoint or {}),
         "paradigm": options,
-        **({"batches": dict(batches)} if batches else {}),
-        **({"compression": dict(compression)} if compression else {}),
+        "batches": dict(batches or {"policy": "equal"}),
+        "compression": dict(compression or {"name": "none"}),
         "cluster": {
             "servers": servers,
             "workers": n_workers,
@@ -272,7 +272,7 @@ def connect(
             "on_death": on_death,
             "placement": placement,
             "colocated": colocated and comm is not None,
-            **({"compute": dict(compute)} if compute else {}),
+            "compute": dict(compute) if compute else None,
         },
     }
     job = Job.from_table(table)
@@ -280,21 +280,8 @@ def connect(
         refuse_unused(job, table)
     if servers and not job.steps_on_workers:
         _refuse_holders(job, optimizers)
-    if len(optimizers) > 1 and job.compresses and job.paradigm.contribution == "gradient":
-        raise JobError(
-            f'compression.name = "{job.compression.name}": must be left out with several optimizers: '
-            "a step changes the parameters of one, and what was kept back of the others would be lost"
-        )
-    if len(optimizers) > 1 and job.batches.policy != "equal":
-        raise JobError(
-            f'batches.policy = "{job.batches.policy}": must be "equal" with several optimizers: '
-            "each step is allocated samples of its own, and those of a batch's further steps would not be trained on"
-        )
-    if len(optimizers) > 1 and job.paradigm.mixes_pushes:
-        raise JobError(
-            f'paradigm.name = "{job.paradigm.name}": must be another with several optimizers: '
-            "an update would be of pushes that step different ones"
-        )
+    if len(optimizers) > 1:
+        _refuse_several_optimizers(job)
     if evaluate is None:
         refuse_unevaluated(job, "needs evaluate, which measures it")
     if (buffers == "recompute") != (calibrate is not None):
@@ -637,6 +624,25 @@ def _for_single_process(
         options = {**options, "k": 1}
     options = {key: value for key, value in options.items() if key not in ("k_min", "k_start", "fc_workers")}
     return options, batches and {key: batches[key] for key in ("policy", "total") if key in batches}
+
+
+def _refuse_several_optimizers(job: Job) -> None:
+    """Raise JobError for a job with which a script must have one optimizer."""
+    if job.compresses and job.paradigm.contribution == "gradient":
+        raise JobError(
+            f'compression.name = "{job.compression.name}": must be left out with several optimizers: '
+            "a step changes the parameters of one, and what was kept back of the others would be lost"
+        )
+    if job.batches.policy != "equal":
+        raise JobError(
+            f'batches.policy = "{job.batches.policy}": must be "equal" with several optimizers: '
+            "each step is allocated samples of its own, and those of a batch's further steps would not be trained on"
+        )
+    if job.paradigm.mixes_pushes:
+        raise JobError(
+            f'paradigm.name = "{job.paradigm.name}": must be another with several optimizers: '
+            "an update would be of pushes that step different ones"
+        )
 
 
 def _refuse_holders(job: Job, optimizers: Sequence[torch.optim.Optimizer]) -> None:
