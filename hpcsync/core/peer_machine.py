@@ -7,6 +7,7 @@ with the result of what it yields (`hpcsync.paradigms.peer_method`), and measure
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from hpcsync.config.job import Job
 from hpcsync.core.peer_coordinator import Lockstep
@@ -37,6 +38,24 @@ def create_method(job: Job) -> PeerMethod:
     if (method := job.paradigm.method(job.cluster.workers, job.seed)) is None:
         raise ValueError(f'paradigm.name = "{job.paradigm.name}": must be a paradigm without servers')
     return method
+
+
+class Computed(NamedTuple):
+    """A computation that has ended.
+
+    Attributes
+    ----------
+    n_samples
+        Samples of its batches.
+    begin_s, end_s, computed_s, load_s
+        Begin and end, and seconds of computing and of waiting for the batches.
+    """
+
+    n_samples: int
+    begin_s: float
+    end_s: float
+    computed_s: float
+    load_s: float = 0.0
 
 
 class PeerMachine(Stateful):
@@ -181,14 +200,10 @@ class PeerMachine(Stateful):
     def step_info(
         self,
         result: ExchangeResult,
-        begin_s: float,
-        end_s: float,
-        compute_s: float,
+        computed: Computed,
         wait_s: float,
         comm_s: float,
-        n_samples: int,
         loss: float,
-        load_s: float = 0.0,
         lr: float = math.nan,
         problem: int = 0,
         gradients_sq: tuple[float, float] = (math.nan, math.nan),
@@ -198,8 +213,9 @@ class PeerMachine(Stateful):
         `gradients_sq` has the squared norms of the worker's own gradient and of the mean of all workers'.
         """
         peer, wire_bytes, n_received, weight = result
+        n_samples, begin_s, end_s, computed_s, load_s = computed
         return StepInfo(
-            self.worker, self.iteration, peer, wire_bytes, compute_s, wait_s, comm_s, loss, n_samples, begin_s, end_s,
+            self.worker, self.iteration, peer, wire_bytes, computed_s, wait_s, comm_s, loss, n_samples, begin_s, end_s,
             n_received, self.update.weight if weight is None else weight, load_s, lr, problem, *gradients_sq,
         )  # fmt: skip
 

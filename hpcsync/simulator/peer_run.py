@@ -17,7 +17,7 @@ from hpcsync.config.job import Job
 from hpcsync.core.coordinator import Recorder
 from hpcsync.core.device_speed import Device, update_s
 from hpcsync.core.peer_coordinator import PeerCoordinator
-from hpcsync.core.peer_machine import PeerMachine, create_method
+from hpcsync.core.peer_machine import Computed, PeerMachine, create_method
 from hpcsync.core.straggler_detector import NoDetector
 from hpcsync.paradigms.peer_method import PENDING, Actions, ExchangeResult, Transport
 from hpcsync.paradigms.records import StepInfo
@@ -202,13 +202,12 @@ class PeerSimulation(Simulation, Transport):
 
     def _report(self, worker: int, result: ExchangeResult) -> StepInfo:
         now_s, state = self._loop.now_s, self._workers[worker]
-        loss, end_s, exchange_s = state.loss, state.end_s, state.exchange_s
-        wait_s, comm_s = state.waited_s + (exchange_s - end_s), now_s - exchange_s
-        problem = self._problem_of(loss)
+        computed = Computed(state.n_samples, state.begin_s, state.end_s, state.compute_s)
+        wait_s, comm_s = state.waited_s + (state.exchange_s - state.end_s), now_s - state.exchange_s
+        problem, gradients_sq = self._problem_of(state.loss), (state.gradient_sq, self._numerics.mean_gradient_sq)
         step_info = state.machine.step_info(
-            result, state.begin_s, end_s, state.compute_s, wait_s, comm_s, state.n_samples, loss, problem=problem,
-            gradients_sq=(state.gradient_sq, self._numerics.mean_gradient_sq),
-        )  # fmt: skip
+            result, computed, wait_s, comm_s, state.loss, problem=problem, gradients_sq=gradients_sq
+        )
         self.coordinator.exchanged(now_s, step_info)
         if problem:
             self._look_at(step_info)

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from mpi4py import MPI
@@ -15,7 +15,7 @@ from mpi4py import MPI
 from hpcsync.config.job import Job
 from hpcsync.core.iterations import Iterations
 from hpcsync.core.peer_coordinator import BatchDivision, create_batch_division
-from hpcsync.core.peer_machine import PeerMachine, create_method
+from hpcsync.core.peer_machine import Computed, PeerMachine, create_method
 from hpcsync.core.session import Asked
 from hpcsync.mpi.collectives.model_parts import Layers, SeparatedLayers
 from hpcsync.mpi.peer.channel import PeerChannel
@@ -52,26 +52,6 @@ def _layers(comm: MPI.Intracomm, job: Job, model: torch.nn.Module) -> Layers:
     if job.paradigm.separates_layers:
         return SeparatedLayers(comm, model, cast("StanzaOptions", job.paradigm).cut, job.groups)
     return Layers(comm, model)
-
-
-class Computed(NamedTuple):
-    """A computation that has ended.
-
-    Its script may draw the next batch, with which another one begins, before it makes the step.
-
-    Attributes
-    ----------
-    n_samples
-        Samples of its batches.
-    begin_s, end_s, computed_s, load_s
-        Begin and end, and seconds of computing and of waiting for the batches.
-    """
-
-    n_samples: int
-    begin_s: float
-    end_s: float
-    computed_s: float
-    load_s: float
 
 
 class PeerSession(RankSession):
@@ -124,7 +104,7 @@ class PeerSession(RankSession):
         self._accumulate = 1  # backward passes of a step
         self._n_passes = 0  # made since the last step
         self._may_reduce = True  # outside of `no_sync`
-        self._computed: Computed | None = None  # the last computation, until its step
+        self._computed: Computed | None = None  # the last one until its step; a script may draw the next batch before
         if run is not None and self._resumed is not None:
             self._machine.restore(self._resumed["machine"])
             self._machine.resume(comm.size, run["evaluated"])
@@ -184,9 +164,8 @@ class PeerSession(RankSession):
         self._exchange.let_overlap(self._overlaps)
         lr, rates = self._rates()
         step_info = self._machine.step_info(
-            result, ended.begin_s, ended.end_s, ended.computed_s, exchange.wait_s, exchange.comm_s, ended.n_samples,
-            loss, ended.load_s, lr, self._take_problem(), exchange.gradients_sq,
-        )  # fmt: skip
+            result, ended, exchange.wait_s, exchange.comm_s, loss, lr, self._take_problem(), exchange.gradients_sq
+        )
         self._link.step_info(step_info, rates)
         if self._estimator is not None:
             self._divide_batches(self._estimator.observe(ended.n_samples, step_info.iteration_s, step_info.comm_s))

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from hpcsync.core.peer_machine import PeerMachine, create_method
+from hpcsync.core.peer_machine import Computed, PeerMachine, create_method
 from hpcsync.paradigms.gossip import AVERAGING
 from hpcsync.paradigms.peer_method import PENDING, Agreed, ExchangeResult, StepCounts, Transport
 from hpcsync.paradigms.records import ALL_PEERS, NO_PEER
@@ -350,9 +350,8 @@ def test_only_a_single_worker_counts_by_itself(workers):
 def test_a_step_info_has_what_both_know():
     this = machine(gossip("push-sum"))
     Engine(this).advance()
-    info = this.step_info(
-        ExchangeResult(1, 40, 2), 1.0, 2.0, 0.75, 0.25, 0.125, N_SAMPLES, 0.5, 0.0625, 0.3, 1, (2.0, 1.5)
-    )
+    computed = Computed(N_SAMPLES, 1.0, 2.0, 0.75, 0.0625)
+    info = this.step_info(ExchangeResult(1, 40, 2), computed, 0.25, 0.125, 0.5, 0.3, 1, (2.0, 1.5))
     assert info._asdict() == {
         "worker": 0, "iteration": 1, "peer": 1, "wire_bytes": 40, "compute_s": 0.75, "wait_s": 0.25, "comm_s": 0.125,
         "loss": 0.5, "batch_size": N_SAMPLES, "begin_s": 1.0, "end_s": 2.0, "n_received": 2,
