@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -248,7 +247,7 @@ def connect(
     model = models[0] if len(models) == 1 else torch.nn.ModuleList(models)
     parameters = _parameters(optimizers, model)
     table = {
-        "name": name or _script_name(),
+        "name": name or layout.name_of_script("script"),
         "seed": seed,
         "workload": {"name": "script"},
         "optimizer": {
@@ -583,11 +582,6 @@ def _checkpoint_lines(checkpoints: Checkpoints) -> Iterator[str]:
         yield f"resuming from {checkpoints.resumed}"
     if not checkpoints.shared:
         yield f"no checkpoints: {checkpoints.folder} is not visible on every host"
-
-
-def _script_name() -> str:
-    """Return the script's name without the characters that a job's name must not have; "script" for standard input."""
-    return re.sub(r"[^A-Za-z0-9._+-]+", "-", Path(sys.argv[0]).stem).strip("._+-") or "script"
 
 
 def _parameters(optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Module) -> list[torch.nn.Parameter]:

@@ -14,7 +14,6 @@ all-reduces of one number, and the time of copying a gradient.
 # Without postponed annotations: torch compares those of a communication hook with the classes.
 
 import math
-import re
 import socket
 import sys
 import time
@@ -111,7 +110,7 @@ def record(out: str | Path | None = None, *, name: str | None = None) -> "Record
     ...         optimizer.step()
     ...         optimizer.zero_grad()
     """
-    return Recorder(out, name or re.sub(r"[^A-Za-z0-9._+-]+", "-", Path(sys.argv[0]).stem).strip("._+-") or "ddp")
+    return Recorder(out, name or layout.name_of_script("ddp"))
 
 
 class Recorder:

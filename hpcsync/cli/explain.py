@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,6 +67,7 @@ def main(path: Path, *, as_json: bool, simulated: bool, paradigms: Sequence[str]
 def _numbers(found: Explanation, what_if: WhatIf | None, lines: list[str]) -> dict[str, Any]:
     """Return everything that is known, with None for numbers that are not finite."""
     from hpcsync.report.explanation import PARTS
+    from hpcsync.report.live import known
 
     waits = found.waits
     between = waits.between_s.tocoo()
@@ -82,8 +82,8 @@ def _numbers(found: Explanation, what_if: WhatIf | None, lines: list[str]) -> di
                 "host": host,
                 **{f"{part}_s": float(found.parts_s[worker, i]) for i, part in enumerate(PARTS)},
                 "between_s": float(found.between_s[worker]),
-                "iteration_s": _known(found.iteration_s[worker]),
-                "slowness": _known(found.slowness[worker]),
+                "iteration_s": known(found.iteration_s[worker]),
+                "slowness": known(found.slowness[worker]),
                 "caused_s": float(waits.caused_s[worker]),
                 "timed_s": float(waits.timed_s[worker]),
                 "ended_s": float(waits.ended_s[worker]),
@@ -102,7 +102,3 @@ def _numbers(found: Explanation, what_if: WhatIf | None, lines: list[str]) -> di
             "slowdown_by_operation": {name: what_if.of_operation(name) for name in what_if.without_operation_s},
         }
     return numbers
-
-
-def _known(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None

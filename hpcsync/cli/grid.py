@@ -11,7 +11,6 @@ import sys
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import replace
 from datetime import date, time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -230,14 +229,13 @@ def check(path: Path, runs: Iterable[Run], *, simulated: bool) -> None:
 
 
 def _refuse_other_job(run: Run) -> None:
+    from hpcsync.run_dir import layout
+
     file = run.folder / "job.toml"
     if not file.exists():
         return
-    before, job = Job.from_toml(file.read_text(encoding="utf-8")), run.job
-    if job.paradigm.open_keys and job.paradigm.name == before.paradigm.name:  # chosen when the run began
-        chosen = {key: getattr(before.paradigm, key) for key in job.paradigm.open_keys}
-        job = job.model_copy(update={"paradigm": replace(job.paradigm, **chosen)})
-    if jobs.used(before) != jobs.used(job):
+    before = Job.from_toml(file.read_text(encoding="utf-8"))
+    if jobs.used(before) != jobs.used(layout.as_begun(run.job, before)):
         raise JobError(f"--out: {run.folder} holds a run of another job; give another folder")
 
 

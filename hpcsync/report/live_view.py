@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hpcsync.report.live import PARTS, Decision, Status, Workers
+from hpcsync.report.wording import hours
 
 OLD_S, OLD = 10.0, 3  # seconds, and intervals, after which a status of a running run is said to be old
 LOAD_SHOWN = 0.01  # share of a worker's time from which on loading has a column
@@ -58,12 +59,6 @@ def order(workers: Workers) -> list[int]:
     rank = {state: place for place, state in enumerate(TROUBLE)}
     keys = zip(workers.state, workers.iteration, strict=True)
     return [w for *_, w in sorted((rank.get(state, len(TROUBLE)), n, w) for w, (state, n) in enumerate(keys))]
-
-
-def hours(seconds: float) -> str:
-    """Return a duration as H:MM:SS."""
-    minutes, s = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{s:02}"
 
 
 def _title(status: Status, age_s: float) -> Text:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -29,6 +31,11 @@ JOB = "job.toml"
 WEIGHTS = "weights.safetensors"
 SUMMARY = "summary.json"
 RUNS = Path("runs")  # for runs whose folder is not given
+
+
+def name_of_script(otherwise: str) -> str:
+    """Return the script's name without the characters that a job's name must not have; `otherwise` if none is left."""
+    return re.sub(r"[^A-Za-z0-9._+-]+", "-", Path(sys.argv[0]).stem).strip("._+-") or otherwise
 
 
 def choose(job: Job, out: str | Path | None, before: Resumed | None = None) -> Path:
@@ -174,11 +181,15 @@ def job_of(path: str | Path, overrides: Sequence[str], ranks: int | None, before
     if before is None:
         return jobs.load(path, overrides, ranks)
     began = before.job
-    job = jobs.load_begun(path, overrides, ranks if began.needs_all else began.cluster.ranks)
-    if job.paradigm.open_keys and job.paradigm.name == began.paradigm.name:
-        chosen = {key: getattr(began.paradigm, key) for key in job.paradigm.open_keys}
-        job = job.model_copy(update={"paradigm": replace(job.paradigm, **chosen)})
-    return job
+    return as_begun(jobs.load_begun(path, overrides, ranks if began.needs_all else began.cluster.ranks), began)
+
+
+def as_begun(job: Job, began: Job) -> Job:
+    """Return the job with what was chosen automatically when its run began."""
+    if job.paradigm.name != began.paradigm.name:
+        return job
+    chosen = {key: getattr(began.paradigm, key) for key in job.paradigm.open_keys}
+    return job.model_copy(update={"paradigm": replace(job.paradigm, **chosen)})
 
 
 def create(folder: Path, job: Job, before: Resumed | None = None) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from hpcsync.config.job import Stop
+from hpcsync.report.wording import hours
 from hpcsync.system.launcher import TERMINAL, under_launcher
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ class Progress:
             parts.append(f"{(last.samples - first.samples) / (last.now_s - first.now_s):,.0f} samples/s")
         if last.share > first.share:
             left_s = (last.clock_s - first.clock_s) * (1 - last.share) / (last.share - first.share)
-            parts.append(f"{_hours(left_s)} left")
+            parts.append(f"{hours(left_s)} left")
         return parts
 
 
@@ -150,8 +151,3 @@ def _quality(run: Standing) -> list[str]:
     """Return the last loss and accuracy, as far as they are known."""
     last = (("loss", run.last_loss, ".4g"), ("accuracy", run.last_accuracy, ".4f"))
     return [f"{name} {value:{digits}}" for name, value, digits in last if not math.isnan(value)]
-
-
-def _hours(seconds: float) -> str:
-    minutes, s = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{s:02}"
