@@ -122,11 +122,11 @@ def test_workers_that_leave_and_join(comm, needs, folder):
     events = [
         {"worker": 0, "change": "leave", "at_s": 0.02},
         {"worker": 0, "change": "join", "at_s": 0.1},
-        {"worker": last, "change": "leave", "at_iteration": 300},  # an active worker is left when worker 0 joins
+        {"worker": last, "change": "leave", "at_iteration": 600},  # an active worker is left when worker 0 joins
     ]
     compute = {"model": "constant", "seconds": 0.002}
     cluster = {"servers": 1, "workers": last + 1, "compute": compute, "events": events}
-    on_some(comm, job(comm.size, "asp", {"name": "asp"}, cluster=cluster, stop={"seconds": 1.0}), folder)
+    on_some(comm, job(comm.size, "asp", {"name": "asp"}, cluster=cluster, stop={"seconds": 2.0}), folder)
     if comm.rank == 0:
         assert failures(folder / "trace.h5") == []
         changes = load(folder / "trace.h5").tables["membership"]
