@@ -96,6 +96,16 @@ def remove_segments(since_ns: int) -> None:
                 path.unlink()
 
 
+@contextlib.contextmanager
+def removing_segments() -> Iterator[None]:
+    """Remove the segments of shared memory that MPI processes of this block leave."""
+    since_ns = time.time_ns()
+    try:
+        yield
+    finally:
+        remove_segments(since_ns)
+
+
 def unlink_attached() -> None:
     """Unlink the file of MPICH's segment, which every rank of this node has attached; nobody opens it again.
 

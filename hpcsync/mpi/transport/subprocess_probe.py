@@ -16,7 +16,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -97,15 +96,13 @@ def probe(name: str, *arguments: str, ranks: int = 0) -> dict[str, Any]:
 
 
 def _run(argv: list[str], output: IO[bytes]) -> int:
-    since_ns = time.time_ns()
     try:
-        return subprocess.run(
-            argv, env=launcher.environment(), stdout=output, stderr=output, timeout=LIMIT_S, check=False
-        ).returncode
+        with process_cleanup.removing_segments():  # Open MPI 5 leaves that of a process without launcher
+            return subprocess.run(
+                argv, env=launcher.environment(), stdout=output, stderr=output, timeout=LIMIT_S, check=False
+            ).returncode
     except subprocess.TimeoutExpired:
         return launcher.TIMED_OUT
-    finally:
-        process_cleanup.remove_segments(since_ns)  # Open MPI 5 leaves that of a process without launcher
 
 
 # ---- the probing process ----
