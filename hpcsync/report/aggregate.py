@@ -76,7 +76,8 @@ class Tally:
         k = self.paradigm.k_at_first(n_workers)
         self.ks = [] if k is None else [k]
         self.batch_size = None if trace.job.batches.policy == "equal" else sizes_at_first(trace.job)
-        self._allocated_s = np.zeros(n_workers)  # time of the last allocation, which includes all active workers
+        self._allocation = np.zeros(n_workers, np.int64)  # number of the last one of each worker
+        self._last_row = -1, -1  # seq and worker of the last row of an allocation
         self.chosen = {name: np.full(n_workers, np.nan) for name in ("local-steps", "share", "ratio")}
         self.began_s: dict[int, float] = {}
         self.commits = self.paradigm.commits_at_first
@@ -160,14 +161,22 @@ class Tally:
             self.began_s[int(row["chosen"])] = float(row["now_s"])
         for row in rows[rows["controller"] == b"commits"]:
             self.commits = int(row["chosen"])
-        if self.batch_size is not None:
-            rows = rows[rows["controller"] == b"batches"]
-            self.batch_size[rows["worker"]] = rows["chosen"]
-            self._allocated_s[rows["worker"]] = rows["now_s"]
+        self._add_allocations(rows[rows["controller"] == b"batches"])
+
+    def _add_allocations(self, rows: Rows) -> None:
+        """Add allocations; each is one row for every active worker, in order and directly one after the other."""
+        if self.batch_size is None or not len(rows):
+            return
+        seq, worker = rows["seq"], rows["worker"]
+        begins = np.diff(seq, prepend=self._last_row[0]) != 1
+        begins |= np.diff(worker, prepend=self._last_row[1]) <= 0
+        self.batch_size[worker] = rows["chosen"]
+        self._allocation[worker] = self._allocation.max() + np.cumsum(begins)
+        self._last_row = int(seq[-1]), int(worker[-1])
 
     def last_batch_size(self, worker: int) -> int | None:
         """Return the last allocated batch size; None without allocation, or if the last one left this worker out."""
-        if self.batch_size is None or self._allocated_s[worker] < self._allocated_s.max():
+        if self.batch_size is None or self._allocation[worker] < self._allocation.max():
             return None
         return int(self.batch_size[worker])
 

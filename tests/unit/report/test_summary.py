@@ -320,6 +320,8 @@ def test_the_last_batch_sizes():
     assert f"{sizes[0]}, {sizes[1]}, {sizes[2]} samples at the end" in text(summarize(uneven))
     assert [worker.batch_size for worker in summarize(record("batches", updates=1)).workers] == [8, 8, 8]
     assert [worker.batch_size for worker in summarize(trace()).workers] == [None, None]
+    together = record("batches", (1.0, 1.0, 1.0, 1.0), leave={1: 5, 2: 5})  # after the first of them has left, too
+    assert [worker.batch_size for worker in summarize(together).workers] == [16, None, None, 16]
 
 
 def test_reasons_of_drops_fit_into_the_table():
