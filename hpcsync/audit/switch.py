@@ -14,7 +14,7 @@ from hpcsync.audit.check import Check, check_all
 from hpcsync.audit.phases import updates_before
 from hpcsync.audit.server_recount import Recount
 from hpcsync.trace.iteration_counts import NEVER
-from hpcsync.trace.schema import Outcome, Rows
+from hpcsync.trace.schema import Rows
 
 SAME = 1e-9  # largest relative difference between means of the same losses
 
@@ -96,7 +96,6 @@ def nothing_is_under_way(recount: Recount) -> Check:
     before = recount.pushes["seq"] < at
     used = np.zeros(len(before), bool)
     used[recount.applied[recount.applied_version <= updates_before(recount, at)]] = True
-    dropped = recount.pushes["outcome"] == Outcome.DROPPED
     answer = recount.grants[(recount.grant_event == event) & (recount.grants["seq"] > at)]
     missing = np.setdiff1d(recount.active(event), answer["worker"]) if recount.finished else np.zeros(0, int)
     version = updates_before(recount, at)
@@ -107,7 +106,7 @@ def nothing_is_under_way(recount: Recount) -> Check:
             lambda i: f"push of seq {recount.pushes['seq'][i]} is of an update before the switch, of seq {at}",
         ),
         (
-            before & ~used & ~dropped,
+            before & ~used,
             lambda i: f"push of seq {recount.pushes['seq'][i]} is not yet applied at the switch, of seq {at}",
         ),
         (np.ones(len(missing), bool), lambda i: f"worker {missing[i]} is not granted with the switch, of seq {at}"),

@@ -10,8 +10,9 @@ from hpcsync.audit.phases import parts
 from hpcsync.audit.server_recount import Recount
 from hpcsync.audit.trace_audit import audit
 from hpcsync.trace.reader import load
+from tests.unit.recorder import Recorder
 from tests.unit.simulator.running import simulate, timing_job
-from tests.unit.trace.recorder import edit
+from tests.unit.trace.recorder import as_trace, edit, job_of, play, remove
 
 KEYS = {"name": "sync-switch", "share": 0.5}
 DUE, TOGETHER, RATES = (
@@ -99,11 +100,26 @@ def test_a_tighter_bound_of_the_second_paradigm_shows(tmp_path):
 def test_a_switch_that_is_early_or_late_shows(trace):
     assert failing(of(trace, job(share=0.2))) == {"it switches at 16 samples"}
     assert failing(of(trace, job(share=0.9))) == {"it switches at 72 samples"}
+    assert DUE in failing(edit(trace, "decisions", switch_row(trace), seq=0))  # before the first round
 
 
 def test_a_missing_switch_shows(tmp_path):
     found = simulate(job(share=1.0), tmp_path / "trace.h5")
     assert "it switches at 40 samples" in failing(of(found, job()))
+
+
+def test_a_trace_without_the_decision_fails_and_one_that_ends_anywhere_passes():
+    """The last row of a trace that was cut may be that which completes the round."""
+    text = 'name = "sync-switch"\nplateau = 0.6\nwindow = 1\nthen = {name = "ssp", staleness = 1}'
+    this, rows = job_of(text, updates=6), Recorder()
+    fields = play(this, rows, (1.0, 1.3, 2.1))
+    for n_rows in range(len(rows.rows) + 1):
+        assert failing(as_trace(this, rows.rows[:n_rows], fields, "running")) == set(), n_rows
+    whole = as_trace(this, rows.rows, fields)
+    assert failing(whole) == set()
+    assert "it switches when it is due" in failing(remove(whole, "decisions", switch_row(whole)))
+    at = [table for table, _ in rows.rows].index("decisions")
+    assert "it switches when it is due" in failing(as_trace(this, rows.rows[:at], fields))
 
 
 def test_other_samples_or_another_momentum_in_the_row_show(trace):
