@@ -109,17 +109,18 @@ def test_a_missing_switch_shows(tmp_path):
 
 
 def test_a_trace_without_the_decision_fails_and_one_that_ends_anywhere_passes():
-    """The last row of a trace that was cut may be that which completes the round."""
-    text = 'name = "sync-switch"\nplateau = 0.6\nwindow = 1\nthen = {name = "ssp", staleness = 1}'
-    this, rows = job_of(text, updates=6), Recorder()
+    """The next row of a trace that was cut may have been the decision."""
+    text = 'name = "sync-switch"\nplateau = {}\nwindow = 1\nthen = {{name = "ssp", staleness = 1}}'
+    this, rows, name = job_of(text.format(0.3), updates=8), Recorder(), "it switches when it is due"
     fields = play(this, rows, (1.0, 1.3, 2.1))
     for n_rows in range(len(rows.rows) + 1):
         assert failing(as_trace(this, rows.rows[:n_rows], fields, "running")) == set(), n_rows
-    whole = as_trace(this, rows.rows, fields)
+    whole, before = as_trace(this, rows.rows, fields), rows.rows[: [table for table, _ in rows.rows].index("decisions")]
     assert failing(whole) == set()
-    assert "it switches when it is due" in failing(remove(whole, "decisions", switch_row(whole)))
-    at = [table for table, _ in rows.rows].index("decisions")
-    assert "it switches when it is due" in failing(as_trace(this, rows.rows[:at], fields))
+    assert name in failing(remove(whole, "decisions", switch_row(whole)))
+    assert failing(as_trace(this, before, fields)) == {name}  # as if the run had ended there
+    due_earlier = job_of(text.format(0.6), updates=8)
+    assert failing(as_trace(due_earlier, before, fields, "running")) == {name}
 
 
 def test_other_samples_or_another_momentum_in_the_row_show(trace):
@@ -140,6 +141,7 @@ def test_a_worker_that_continues_from_another_version_shows(trace):
     row = int(np.flatnonzero(trace.tables["grants"]["seq"] > at)[0])
     version = int(trace.tables["grants"]["version"][row])
     assert TOGETHER in failing(edit(trace, "grants", row, version=version - 1))
+    assert TOGETHER in failing(remove(trace, "grants", row))
 
 
 def test_another_rate_shows(trace):
