@@ -8,6 +8,7 @@ its last value, and the line is thin from the end of the shortest run on.
 
 from __future__ import annotations
 
+import numpy as np
 import pandas as pd
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
@@ -108,14 +109,20 @@ def steps_of_k(trace: Trace) -> pd.DataFrame:
 
 
 def steps_of_batches(trace: Trace) -> pd.DataFrame:
-    """Return columns now_s, worker and batch_size, which holds from then on; the last row of each worker is the end."""
-    chosen = plotting.of_controller(trace, "batches")[["now_s", "worker", "chosen"]]
-    chosen = chosen.rename(columns={"chosen": "batch_size"})
-    at_first = sizes_at_first(trace.job)
-    start = pd.DataFrame({"now_s": 0.0, "worker": range(trace.n_workers), "batch_size": at_first})
-    sizes = pd.concat([start, chosen.astype({"batch_size": int})])
-    end = sizes.groupby("worker").tail(1).assign(now_s=_end_s(trace))
-    return pd.concat([sizes, end], ignore_index=True)
+    """Return columns now_s, worker and batch_size, which holds from then on; the last row of each worker is the end.
+
+    An allocation is one row for every active worker, in order and directly one after the other. The others take none.
+    """
+    rows, n_workers = plotting.of_controller(trace, "batches"), trace.n_workers
+    number = ((rows["seq"].diff() != 1) | (rows["worker"].diff() <= 0)).cumsum().to_numpy()
+    now_s, sizes = np.zeros(number.max(initial=0) + 2), np.zeros((number.max(initial=0) + 2, n_workers), int)
+    now_s[number], sizes[0] = rows["now_s"], sizes_at_first(trace.job)
+    sizes[number, rows["worker"]] = rows["chosen"]
+    now_s[-1], sizes[-1] = _end_s(trace), sizes[-2]
+    each = range(n_workers)
+    return pd.DataFrame(
+        {"now_s": now_s.repeat(n_workers), "worker": np.tile(each, len(sizes)), "batch_size": sizes.ravel()}
+    )
 
 
 def _end_s(trace: Trace) -> float:

@@ -18,6 +18,7 @@ from hpcsync import figures
 from hpcsync.cli.app import app
 from hpcsync.config.job import KINDS
 from hpcsync.figures import accuracy, leads, plotting, staleness, timeline
+from hpcsync.figures.adaptive import steps_of_batches
 from hpcsync.report import intervals
 from hpcsync.report.summary import summarize
 from hpcsync.trace.reader import load
@@ -412,6 +413,13 @@ def test_adaptive_shows_every_k_and_every_batch_size(tmp_path):
         assert frame.loc[frame["worker"] == worker, "batch_size"].tolist() == [8, *own, own[-1]]
     sums = frame[frame["worker"].notna()].groupby("now_s")["batch_size"].sum()
     assert sums.tolist() == [24] * len(sums)
+
+
+def test_adaptive_shows_no_batches_of_workers_that_have_left():
+    """Two that leave together are two allocations at one time; the first of them names the second worker."""
+    steps = steps_of_batches(record("batches", (1.0, 1.0, 1.0, 1.0), leave={1: 5, 2: 5}))
+    assert steps.groupby("worker")["batch_size"].last().tolist() == [16, 0, 0, 16]
+    assert steps.groupby("now_s").tail(4).groupby("now_s")["batch_size"].sum().unique().tolist() == [32]
 
 
 def test_adaptive_shows_k_alone_where_batches_are_equal(tmp_path):
