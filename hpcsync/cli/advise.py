@@ -73,8 +73,10 @@ def main(path: Path, asked: Asked) -> int:
     """
     if asked.extrapolate and asked.measured is None:
         raise JobError("--extrapolate: must come with --from: times of further workers are drawn from a run's")
-    if len(set(asked.paradigms)) == 1:
-        raise JobError(f"--paradigm {asked.paradigms[0]}: must be given at least twice, for different candidates")
+    labels = {label_of(candidate(text)) for text in asked.paradigms}
+    if asked.paradigms and len(labels) < max(2, len(asked.paradigms)):
+        given = ", ".join(asked.paradigms)
+        raise JobError(f"--paradigm {given}: must be given at least twice, each time for another candidate")
     advisers = [_Adviser(path, asked, n_workers) for n_workers in asked.workers or (None,)]
     try:
         with on_signals(interrupt):

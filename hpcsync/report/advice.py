@@ -22,7 +22,6 @@ BY_TIME = (
 )
 BY_LOSS = "arrived: runs that reached the target; loss: at the end"
 FACTOR = "lr x: factor of the job's learning rate"
-CHANCE = 0.02  # probability of being the fastest below which a candidate is told from the fastest
 
 
 class Trial(NamedTuple):
@@ -68,8 +67,8 @@ class Advice(NamedTuple):
 def conclude(found: Variants, order: Sequence[str]) -> Advice:
     """Return the advice that follows from a comparison.
 
-    A candidate cannot be told from the fastest if the interval of their difference, paired by seed, contains 0 and its
-    probability of being the fastest is at least `CHANCE`; nor without an interval.
+    A candidate cannot be told from the fastest if the interval of their difference, paired by seed, contains 0; nor
+    without an interval. The probability of being the fastest does not count: of few seeds it is often 0 for equals.
 
     Parameters
     ----------
@@ -84,8 +83,7 @@ def conclude(found: Variants, order: Sequence[str]) -> Advice:
     alike = {found.fastest}
     for row in ranking:
         behind = row.behind_s
-        has_a_chance = row.fastest is None or row.fastest >= CHANCE
-        if behind is not None and has_a_chance and (behind.half_width is None or behind.mean <= behind.half_width):
+        if behind is not None and (behind.half_width is None or behind.mean <= behind.half_width):
             alike.add(row.label)
     ordered = tuple(label for label in order if label in alike)
     means = {row.label: row.time_s.mean for row in ranking if row.time_s is not None}

@@ -388,8 +388,15 @@ def test_candidates_that_do_not_suit_the_job_are_named_with_the_reason(job, tmp_
     assert "(paradigm.search_every_s = 5.0: must be omitted with paradigm.commits = 2, where nothing" in said
     with pytest.raises(JobError, match="fewer than two candidates suit the job"):
         main(job, Asked(paradigms=("bsp", "nothing"), out=tmp_path / "out"))
-    with pytest.raises(JobError, match="--paradigm bsp: must be given at least twice, for different candidates"):
-        main(job, Asked(paradigms=("bsp", "bsp"), out=tmp_path / "out"))
+
+
+@pytest.mark.parametrize(
+    "paradigms", [("bsp",), ("bsp", "bsp"), ("bsp", "{name = 'bsp'}"), ("bsp", "asp", '{name="asp"}')]
+)
+def test_a_candidate_that_is_asked_for_alone_or_twice_is_refused(job, tmp_path, paradigms):
+    with pytest.raises(JobError, match="--paradigm bsp.*: must be given at least twice, each time for another candid"):
+        main(job, Asked(paradigms=paradigms, out=tmp_path / "out"))
+    assert Inline.n == 0
 
 
 def test_a_candidate_for_which_the_first_trial_is_too_short_is_left_out(job, tmp_path, capsys):
