@@ -5,7 +5,13 @@ import math
 import pytest
 
 from hpcsync.core.assignments import decision_fields
-from hpcsync.core.peer_coordinator import BatchDivision, Lockstep, PeerCoordinator, create_batch_division
+from hpcsync.core.peer_coordinator import (
+    BatchDivision,
+    Lockstep,
+    PeerCoordinator,
+    create_batch_division,
+    gradient_buckets,
+)
 from hpcsync.core.peer_machine import create_method
 from hpcsync.paradigms.records import ALL_PEERS, NO_PEER, StepInfo
 from hpcsync.planning.batch_allocation import Allocated, Allocator, Estimate
@@ -129,6 +135,14 @@ def test_other_ends():
     assert told.stopping
 
 
+@pytest.mark.parametrize(
+    ("size", "step", "buckets"),
+    [(8, 4, [(4, 8), (0, 4)]), (9, 4, [(5, 9), (1, 5), (0, 1)]), (3, 4, [(0, 3)]), (0, 4, [])],
+)
+def test_buckets_cover_the_gradient_from_its_end(size, step, buckets):
+    assert gradient_buckets(size, step) == buckets
+
+
 # ---- synchronous workers ----
 
 
@@ -186,6 +200,14 @@ def test_if_batches_may_differ_no_worker_ends_between_exchanges():
     assert of_job.enough(1) and not of_script.enough(1)
     of_script.exchanged(2, 4, 6)
     assert of_script.enough()
+
+
+def test_after_resuming_only_workers_that_were_and_are_there_count():
+    lockstep = Lockstep(make_job(paradigm=LOCAL, stop={"samples": 24}, cluster={"workers": 3}))
+    assert lockstep.enough(2)
+    for n_present in (2, 3):
+        lockstep.resume(n_present)
+        assert not lockstep.enough(2) and lockstep.enough(3)
 
 
 def test_the_peer_selection_of_a_job():
