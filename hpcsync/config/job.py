@@ -75,6 +75,12 @@ class Stop(Table):
         ]
         return min(max(shares), 1.0) if shares else math.nan
 
+    @property
+    def target(self) -> str | None:
+        """The targets in words, of which either ends the run; None without one."""
+        targets = (("accuracy", self.target_accuracy), ("loss", self.target_loss))
+        return " or ".join(f"{name} {value:g}" for name, value in targets if value is not None) or None
+
     def satisfied(self, loss: float, accuracy: float) -> bool:
         """Return True if an evaluation with this result reaches a target."""
         return (self.target_accuracy is not None and accuracy >= self.target_accuracy) or (

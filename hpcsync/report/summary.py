@@ -206,7 +206,6 @@ def summarize(trace: Trace | TraceFile) -> Summary:
     tally = Tally(trace)
     evaluations = np.concatenate(list(trace.slices("evaluations")))  # few: each cost a pass over the test data
     losses, accuracies = (_known(evaluations[column]) for column in ("loss", "accuracy"))
-    target, time_to_target_s = _target(trace, evaluations)
     distances = _known(evaluations["consensus_distance"])
     leads = push_leads(trace, int(tally.pushes.max(initial=0))) if tally.served else None
     workers = tuple(_workers(tally, leads))
@@ -218,10 +217,10 @@ def summarize(trace: Trace | TraceFile) -> Summary:
         status=trace.status,
         n_servers=trace.attributes.get("n_servers"),
         n_workers=trace.n_workers,
-        target=target,
+        target=trace.job.stop.target,
         events=len(trace.job.cluster.events),
         events_missed=tuple(_in_words(event) for event in trace.job.cluster.events if not tally.has_occurred(event)),
-        time_to_target_s=time_to_target_s,
+        time_to_target_s=_time_to_target_s(trace, evaluations),
         predicted=trace.job.predicted,
         duration_s=tally.duration_s,
         updates=tally.updates,
@@ -291,18 +290,15 @@ def _deaths(trace: Trace | TraceFile) -> Iterator[Death]:
 # ---- evaluations -----------------------------------------------------------------------------------------------------
 
 
-def _target(trace: Trace | TraceFile, evaluations: Rows) -> tuple[str | None, float | None]:
-    """Return the job's target in words, and when an evaluation first reached it; with two targets, either of them."""
-    stop = trace.job.stop
-    words, met = [], np.zeros(len(evaluations), bool)
+def _time_to_target_s(trace: Trace | TraceFile, evaluations: Rows) -> float | None:
+    """Return when an evaluation first reached the job's target; with two targets, either of them."""
+    stop, met = trace.job.stop, np.zeros(len(evaluations), bool)
     if stop.target_accuracy is not None:
-        words.append(f"accuracy {stop.target_accuracy:g}")
         met |= evaluations["accuracy"] >= stop.target_accuracy
     if stop.target_loss is not None:
-        words.append(f"loss {stop.target_loss:g}")
         met |= evaluations["loss"] <= stop.target_loss
     times_s = evaluations["now_s"][met]
-    return " or ".join(words) or None, float(times_s.min()) if len(times_s) else None
+    return float(times_s.min()) if len(times_s) else None
 
 
 def _diverged_at(trace: Trace | TraceFile, tally: Tally, evaluations: Rows) -> int | None:

@@ -162,7 +162,7 @@ class StatusWriter:
             samples_per_s=live.samples_per_s(self._moments),
             loss=known(snapshot.loss),
             accuracy=known(snapshot.accuracy),
-            target=_target(job),
+            target=job.stop.target,
             share=known(moment.share),
             left_s=live.time_left(self._moments),
             lead_bound=known(job.paradigm.lead_bound),
@@ -183,13 +183,6 @@ def replace(path: Path, text: str) -> None:
     with removing(unfinished):
         unfinished.write_text(text, encoding="utf-8")
         unfinished.replace(path)
-
-
-def _target(job: Job) -> str | None:
-    stop = job.stop
-    if stop.target_accuracy is not None:
-        return f"accuracy {stop.target_accuracy:g}"
-    return None if stop.target_loss is None else f"loss {stop.target_loss:g}"
 
 
 def read(folder: Path) -> Status:

@@ -25,8 +25,8 @@ class Clock:
 
 
 def writer(folder, run=None, clock=None, cpu_clock=lambda: 0.0):
-    clock = clock or Clock()
-    return StatusWriter(folder, make_job(), run or Run(), ["a", "b"], lambda: [3, 1], clock, cpu_clock), clock
+    clock, job = clock or Clock(), make_job(stop={"target_accuracy": 0.9, "target_loss": 0.1})
+    return StatusWriter(folder, job, run or Run(), ["a", "b"], lambda: [3, 1], clock, cpu_clock), clock
 
 
 def await_samples(folder, samples):
@@ -55,7 +55,7 @@ def test_it_is_written_every_second_and_at_the_end(tmp_path):
     assert (found.status, found.now_s, found.accuracy, found.samples_per_s) == ("running", 1.1, None, 16 / 1.1)
     status.close("finished")
     status.close("failed")  # once is enough
-    assert read(tmp_path).status == "finished"
+    assert (read(tmp_path).status, read(tmp_path).target) == ("finished", "accuracy 0.9 or loss 0.1")
     assert [path.name for path in tmp_path.iterdir()] == [STATUS]
 
 
