@@ -105,6 +105,20 @@ def test_an_evaluation_is_a_row_with_the_distance():
     assert (run.last_accuracy, run.stopping) == (0.75, False)
 
 
+def test_a_worker_stalls_in_its_next_iteration_counted_from_a_checkpoint():
+    run, _ = coordinator()
+    for n in range(1, 7):
+        run.exchanged(float(n), step_info(0, n))  # half a second without its wait
+    for begin_s in (6.0, 8.0):
+        looks = [run.stalls.look(begin_s + lasted_s) for lasted_s in (0.0, 0.75, 1.4, 1.6)]
+        assert [[(stall.worker, stall.iteration) for stall in look] for look in looks] == [[], [], [], [(0, 7)]]
+        assert looks[-1][0].lasted_s == pytest.approx(1.6)
+        run.continued(8.0)
+    run.exchanged(10.0, step_info(0, 7))
+    run.left(10.0, 0)
+    assert not run.stalls.running
+
+
 @pytest.mark.parametrize(
     ("stop", "enough"),
     [({"samples": 12}, 3), ({"samples": 13}, 4), ({"updates": 2}, 2), ({"seconds": 5.0}, 5)],
