@@ -22,7 +22,7 @@ from hpcsync.cli.report import check_text
 from hpcsync.config import job as jobs
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job, Script
-from hpcsync.planning.candidates import RATES, Candidate, candidates, kept
+from hpcsync.planning.candidates import LINK_SHARE, RATES, Candidate, candidates, kept
 from hpcsync.system.signals import Interrupted, interrupt, on_signals
 from hpcsync.system.standard_output import at_least_80_columns
 
@@ -38,6 +38,7 @@ TRIAL_SEEDS = (1, 2)  # of the first trial and the second
 FIRST_SEED = 1_000  # counted from the job's: seeds of the trials before the last
 FURTHER_SEED = 2_000  # likewise: seeds of the prediction
 REFERENCES = ("bsp", "allreduce")  # the first that can be simulated is kept to the end
+MEETS_OTHERS = 1.5  # pushes at a time from which on a worker's rate may be the share that others leave it
 MEASURED_UPDATES = 200  # of the reference without gradients, from which the length of the trials follows
 
 
@@ -114,6 +115,7 @@ class _Adviser:
         self._begin_s = time.monotonic()
         self._left_out: dict[str, str] = {}
         self._noted: dict[int, dict[str, Any]] = {}  # what came of each trial, by number
+        self._link_share = 0.0  # of a synchronous iteration
         self._trace: Trace | None = None
         times: list[Any] = []
         if asked.measured is not None:
@@ -143,8 +145,8 @@ class _Adviser:
         from hpcsync.report.wording import rounded
         from hpcsync.run_dir import layout
 
-        limit_s, iteration_s, link_share = self._limit_s()
-        field = self._field(limit_s, iteration_s, link_share)
+        limit_s, iteration_s, self._link_share = self._limit_s()
+        field = self._field(limit_s, iteration_s)
         first = self._job.seed
         layout.create_folder(self._out)
         check_text(self._out / "advice.json")
@@ -179,13 +181,13 @@ class _Adviser:
         compared = variants.compare({trained.label: runs for trained, runs in last.summaries.items()})
         return self._say(compared, order, reference, last, spent)
 
-    def _field(self, limit_s: float, iteration_s: float, link_share: float) -> list[Trained]:
+    def _field(self, limit_s: float, iteration_s: float) -> list[Trained]:
         """Return the candidates that suit the job and every trial; note the others with the reason."""
         n_workers = self._job.cluster.workers
         if self._asked.paradigms:
             asked = [candidate(text) for text in self._asked.paradigms]
         else:
-            asked = candidates(n_workers, iteration_s, 0.0 if self._job.compresses else link_share)
+            asked = candidates(n_workers, iteration_s, 0.0 if self._job.compresses else self._link_share)
         found = []
         for each in asked:
             trained = Trained(label_of(each), each)
@@ -348,9 +350,10 @@ class _Adviser:
 
     def _unknown(self) -> Iterator[str]:
         """Yield what came of an earlier prediction, and what the advice does not know."""
-        if self._trace is not None:
-            from hpcsync.report.summary import beside_prediction, summarize
+        from hpcsync.report.summary import beside_prediction, summarize
+        from hpcsync.simulator.measured_cluster import pushes_at_once
 
+        if self._trace is not None:
             if said := beside_prediction(summarize(self._trace)):
                 yield f"Of {self._trace.path.parent.name} was predicted: {said}."
         if self._trace is None:
@@ -360,6 +363,12 @@ class _Adviser:
         elif "network" not in tomllib.loads(self._job.to_toml())["cluster"]:
             seen = "its measured total" if self._trace.job.has_servers else "taken from the workers'"
             yield f"Links have the rates that the run measured; a server's is {seen}."
+            if self._link_share >= LINK_SHARE and (n := pushes_at_once(self._trace)) >= MEETS_OTHERS:
+                yield (
+                    f"But the server's link was shared by {n:.1f} pushes at a time: a worker's own may be up to "
+                    f"{n:.1f} times as wide as it was measured, and candidates without servers faster than here. "
+                    "A run under allreduce measures the workers' links."
+                )
         for label, reason in self._left_out.items():
             yield f"Not tried: {label} ({reason})."
 

@@ -49,6 +49,8 @@ class WhatIf(NamedTuple):
         for a short run.
     others_s
         Under other paradigms, by name.
+    assumed
+        Those of these whose transfers are of another kind than the recorded ones, which are taken in their place.
     """
 
     samples: int
@@ -59,6 +61,7 @@ class WhatIf(NamedTuple):
     without_operation_s: Mapping[str, float]
     by_speed_s: float | None
     others_s: Mapping[str, float]
+    assumed: tuple[str, ...]
 
     @property
     def slowdown(self) -> float:
@@ -180,6 +183,12 @@ def sentences(found: Explanation, what_if: WhatIf | None) -> Iterator[str]:
     yield from _on_waits(found)
     if what_if is not None:
         yield from _on_stragglers(what_if)
+        if what_if.assumed and shares[PARTS.index("comm")] >= WORTH_S:
+            yield (
+                f"Transfers under {' and '.join(what_if.assumed)} are taken to last as long as those under "
+                f"{found.paradigm}, though other bytes would move over other links: simulate the job with "
+                "[cluster.network] to see what they take."
+            )
 
 
 def _on_waits(found: Explanation) -> Iterator[str]:

@@ -113,6 +113,37 @@ def links(trace: Trace) -> Links | None:
     return Links(workers, server)
 
 
+def pushes_at_once(trace: Trace) -> float:
+    """Return how many pushes, in the mean, were under way during those that show a worker's rate: 1 if these met none.
+
+    Where all of these met others, nothing shows whether the worker's link is as narrow as its rate, or the server's
+    link was shared: the link may be so many times as wide. It is the largest such number of a worker, and 1 where the
+    rates are not those of pushes.
+    """
+    rows = trace.tables["pushes"]
+    seconds = rows["comm_s"] - rows["pull_s"]
+    chosen = (rows["wire_bytes"] > 0) & (seconds > 0)
+    if not trace.job.has_servers or trace.job.compresses or not chosen.any():
+        return 1.0
+    rows, seconds = rows[chosen], seconds[chosen]
+    begin_s, end_s = rows["end_s"], rows["end_s"] + seconds
+
+    def begun_before(at_s: Rows, times_s: Rows) -> Rows:
+        """Return the time from those of the given times that are before a moment to this moment, in all."""
+        times_s = np.sort(times_s)
+        n = np.searchsorted(times_s, at_s)
+        return n * at_s - np.append(0.0, np.cumsum(times_s))[n]
+
+    under_way_s = [begun_before(at_s, begin_s) - begun_before(at_s, end_s) for at_s in (begin_s, end_s)]
+    met = (under_way_s[1] - under_way_s[0]) / seconds
+    rates, most = rows["wire_bytes"] / seconds, 1.0
+    for worker in range(trace.n_workers):
+        own = rows["worker"] == worker
+        if own.any():
+            most = max(most, float(met[own & (rates >= np.quantile(rates[own], RATE_SHARE))].mean()))
+    return most
+
+
 def _covered_s(begin_s: Rows, end_s: Rows) -> float:
     """Return the length of the union of intervals."""
     order = np.argsort(begin_s)

@@ -114,7 +114,8 @@ def study(trace: Trace | TraceFile, paradigms: Sequence[Mapping[str, Any]] = ())
     JobError
         If a paradigm is none, or does not suit the run.
     """
-    recorded = _of_pushes(trace) if trace.job.has_servers else _of_exchanges(trace)
+    served = trace.job.has_servers
+    recorded = _of_pushes(trace) if served else _of_exchanges(trace)
     others = [_under(recorded, paradigm, link_of(trace.attributes)) for paradigm in paradigms]
     times = recorded.workers
     every = range(len(times))
@@ -142,6 +143,7 @@ def study(trace: Trace | TraceFile, paradigms: Sequence[Mapping[str, Any]] = ())
         {operation: duration_s(every, [operation]) for operation in OPERATIONS},
         by_speed_s,
         {other.job.paradigm.label: _duration_s(other, other.workers) for other in others},
+        tuple(each.job.paradigm.label for each in others if each.job.has_servers != served and each.link is None),
     )
 
 

@@ -150,6 +150,17 @@ def test_measured_links_suit_colocated_servers(job, tmp_path):
     assert main(job, asked) == 0
 
 
+@pytest.mark.parametrize("paradigm", ["bsp", "allreduce"])
+def test_links_that_were_only_seen_shared_are_said_to_be_wider_perhaps(job, tmp_path, capsys, paradigm):
+    equal = ["cluster.compute.seconds=0.1", "cluster.compute.model=constant", "stop={updates = 60}"]
+    links = ["cluster.network={bandwidth_gbit = 2e-5}", f"paradigm.name={paradigm}"]
+    assert simulate(jobs.load(job, [*equal, *links]), tmp_path / "run", Console(quiet=True)) == 0
+    asked = Asked(tmp_path / "run", ("bsp", "allreduce"), overrides=["stop={target_loss = 0.5, seconds = 40}"])
+    main(job, asked._replace(out=tmp_path / "out"))
+    shared = "But the server's link was shared by 3.0 pushes at a time: a worker's own may be up to 3.0 times as wide"
+    assert (shared in capsys.readouterr().out) == (paradigm == "bsp")
+
+
 def test_other_numbers_of_workers_need_a_measurement_or_leave_to_extrapolate(job, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(measured_cluster, "LEAST", 2)
     measured = jobs.load(job, ["stop={updates = 60}"])

@@ -76,6 +76,20 @@ def test_waiting_that_no_worker_has_caused_is_for_the_server(tmp_path: Path) -> 
     ]
 
 
+def test_transfers_of_another_kind_are_said_to_be_assumed(tmp_path: Path) -> None:
+    """All-reduce of four workers would take 2 * 3 / 4 times a gradient over the link, and not that of 2 * 4."""
+    network = {"bandwidth_gbit": 0.001}
+    trace = simulated(tmp_path, {"name": "bsp"}, [0.1] * 4, network=network)
+    others = [{"name": "asp"}, {"name": "allreduce"}]
+    lines = [*explanation.sentences(explanation.explain(trace), study(trace, others))]
+    assert lines[-1].startswith("Transfers under all-reduce are taken to last as long as those under BSP, though ")
+    lines = [*explanation.sentences(explanation.explain(trace), study(trace, others[:1]))]
+    assert "taken to last" not in lines[-1], "control: servers as well"
+    free = simulated(tmp_path, {"name": "bsp"}, [0.1] * 4)
+    lines = [*explanation.sentences(explanation.explain(free), study(free, others))]
+    assert "taken to last" not in lines[-1], "control: transfers take no time"
+
+
 def test_what_cannot_be_simulated_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = simulated(tmp_path, {"name": "bsp"}, [0.1, 0.3], stop={"seconds": 0.2})
     assert explain.main(trace.path, as_json=False, simulated=True) == 0

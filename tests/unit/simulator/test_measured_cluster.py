@@ -16,6 +16,7 @@ from hpcsync.simulator.measured_cluster import (
     computation_s,
     links,
     network,
+    pushes_at_once,
     resampled,
     slowdowns,
     stand_ins,
@@ -194,6 +195,18 @@ def test_a_server_whose_link_all_pushes_share_is_seen_as_it_is(simulated):
     found = links(simulated(job("bsp", network=narrow, compute=compute)))
     assert found.server == pytest.approx(0.1, rel=0.02)
     assert max(found.workers) < 0.11
+
+
+def test_rates_of_pushes_that_always_meet_others_are_known_as_such(simulated):
+    """Three equal workers push together, and each sees a third of its link."""
+    narrow, equal = {"bandwidth_gbit": 0.1, "latency_us": 0.0}, {"model": "constant", "seconds": 0.1}
+    trace = simulated(job("bsp", network=narrow, compute=equal))
+    assert pushes_at_once(trace) == pytest.approx(3.0)
+    assert [3 * rate for rate in links(trace).workers] == pytest.approx([0.1] * 3, rel=1e-3)
+    two = {"model": "constant", "seconds": SECONDS}
+    assert pushes_at_once(simulated(job("bsp", network=narrow, compute=two))) == pytest.approx(2.0)
+    assert pushes_at_once(simulated(job("asp", network={"bandwidth_gbit": 1.0}))) < 1.2, "control: most meet no other"
+    assert pushes_at_once(simulated(job("allreduce", network=narrow))) == 1.0, "control: no pushes"
 
 
 @pytest.mark.parametrize("servers", [1, 2, 4])
