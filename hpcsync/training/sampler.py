@@ -110,7 +110,7 @@ def n_batches(worker: int, *, n_workers: int, batch_size: int, size: int, epochs
     """Return the number of batches of these training epochs that belong to a worker."""
     per_epoch = whole_batches(batch_size, size)
     begin, end = epochs.start * per_epoch, epochs.stop * per_epoch
-    return max(0, -(-(end - begin - (worker - begin) % n_workers) // n_workers))
+    return len(range(begin + (worker - begin) % n_workers, end, n_workers))
 
 
 def batches(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
-from hpcsync.training.sampler import batch_indices, batches, fetch, sequence_indices
+from hpcsync.training.sampler import batch_indices, batches, fetch, n_batches, sequence_indices
 
 
 def numbers(size: int) -> TensorDataset:
@@ -31,6 +31,9 @@ SHAPES = list(itertools.product((1, 2, 3, 5), (1, 4, 7), (7, 28, 61, 100)))
 
 @pytest.mark.parametrize(("n_workers", "batch_size", "size"), SHAPES)
 def test_together_the_workers_use_every_whole_batch_once(n_workers, batch_size, size):
+    each = shares(size, n_workers, batch_size, range(2, 4))
+    options = {"n_workers": n_workers, "batch_size": batch_size, "size": size, "epochs": range(2, 4)}
+    assert [n_batches(worker, **options) for worker in range(n_workers)] == [len(share) for share in each]
     found = [batch for share in shares(size, n_workers, batch_size, range(2, 3)) for batch in share]
     samples = sorted(itertools.chain(*found))
     assert len(found) == size // batch_size
