@@ -143,6 +143,7 @@ def _run(
     argv += [] if log is None else ["--log", log]
     tolerant = job.cluster.on_death == "continue"
     will = Will(_settling(folder), [str(held.path)], [held.handle])
+    trace_before = _inode(folder / layout.TRACE)
     try:
         with viewed(folder) as write:
             ended = launcher.launch(n_ranks, argv, suspends=True, tolerant=tolerant, will=will, write=write)
@@ -153,25 +154,36 @@ def _run(
             with suppress(OSError):  # another run is in it
                 for parent in missing:
                     parent.rmdir()
-    status, died = _concluded(folder, ended)
+    began = _inode(folder / layout.TRACE) not in (None, trace_before)  # a run that resumes writes another file
+    status, died = _concluded(folder, ended, began=began)
     newest = checkpoints.newest(folder)
     if died and ended.signum is None and job.cluster.on_death == "restart":
         made = checkpoints.number_of(newest) > checkpoints.number_of(None if before is None else before.checkpoint)
         return _Attempt(status, n_ranks, folder, newest is not None, made)
-    if newest is not None and status != 0 and ended.status != TO_BE_RESUMED:
+    if newest is not None and status not in (0, 2) and ended.status != TO_BE_RESUMED:
         print(f"hpcsync: use --resume to resume from {newest}", file=sys.stderr)
     return _Attempt(status)
 
 
-def _concluded(folder: Path, ended: launcher.Ended) -> tuple[int, bool]:
-    """Settle what the ranks of a run have left; return the exit status, and whether a rank was killed."""
+def _inode(path: Path) -> int | None:
+    """Return which file is at this path, None if there is none; opening it asks the file server."""
+    with suppress(OSError), path.open("rb") as file:
+        return os.fstat(file.fileno()).st_ino
+    return None
+
+
+def _concluded(folder: Path, ended: launcher.Ended, *, began: bool) -> tuple[int, bool]:
+    """Settle what the ranks of a run have left; return the exit status, and whether a rank was killed.
+
+    If they have not begun a trace, that of an earlier start stays as it is.
+    """
     from hpcsync.run_dir import layout, unfinished
 
     # Open MPI's launcher ends with status 0 when it has lost a whole node: only the last file of a run proves its end.
     if ended.status == 0 and (folder / layout.SUMMARY).exists():
         return 0, False
     killed = ended.status not in (1, 2, TO_BE_RESUMED)
-    if not (folder / layout.TRACE).exists():
+    if not began:
         if ended.signum is not None or ended.status == TO_BE_RESUMED:
             print("hpcsync: interrupted before training began", file=sys.stderr)
             return TO_BE_RESUMED if ended.signum in (None, signal.SIGTERM) else 1, False

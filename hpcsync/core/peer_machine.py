@@ -256,5 +256,5 @@ class PeerMachine(Stateful):
             Samples at which the next evaluation is due, if it is not the state's.
         """
         self.lockstep.resume(n_present)
-        if next_evaluation is not None:
-            self._evaluations.next_samples = next_evaluation
+        due = self._evaluations.next_samples if next_evaluation is None else next_evaluation
+        self._evaluations.resume(due, self.lockstep.samples)

@@ -95,3 +95,9 @@ class EvaluationSchedule(Stateful):
     def begun(self, samples: int) -> None:
         """Record that an evaluation after so many samples has begun; the next is due at the next multiple."""
         self.next_samples = samples - samples % self._every_samples + self._every_samples
+
+    def resume(self, next_samples: int, samples: int) -> None:
+        """Continue after so many samples, where the next one was due at `next_samples`; it may be due earlier now."""
+        if self._every_samples:
+            self.begun(samples)
+            self.next_samples = min(self.next_samples, next_samples)

@@ -87,9 +87,9 @@ class Evaluator:
         """Return the samples at which the next evaluation is due, as if the running one had not begun."""
         return self._before if self.busy else self._schedule.next_samples
 
-    def resume(self, state: int) -> None:
-        """Restore a state returned by `state`."""
-        self._schedule.next_samples = state
+    def resume(self, state: int, samples: int) -> None:
+        """Restore a state returned by `state`, of a run that has had so many samples."""
+        self._schedule.resume(state, samples)
 
     def result(self) -> Judged | None:
         """Return a finished evaluation, or None.

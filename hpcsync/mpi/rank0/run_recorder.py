@@ -111,7 +111,7 @@ class RunRecorder(Generic[C]):
         if resumed is not None:
             self.coordinator.restore(resumed["coordinator"])
             if self.evaluator is not None and resumed["evaluated"] is not None:
-                self.evaluator.resume(resumed["evaluated"])
+                self.evaluator.resume(resumed["evaluated"], self.coordinator.samples)
 
     def _observe(self, table: str, rows: np.ndarray) -> None:
         self._status.tally.add(table, rows)

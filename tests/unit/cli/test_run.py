@@ -263,6 +263,20 @@ def test_a_run_is_resumed_from_its_checkpoint(path: Path, ranks: Ranks, capsys: 
         run.run(path, ["seed=5"], None, Path("o"), resume=True)
 
 
+@pytest.mark.parametrize(("ended", "expected"), [(Ended(2), 2), (Ended(1), 1), (Ended(143, 15), 75)])
+def test_a_resume_that_ends_before_training_leaves_the_trace_as_it_is(
+    path: Path, ranks: Ranks, capsys: pytest.CaptureFixture[str], ended: Ended, expected: int
+) -> None:
+    ranks.ended, ranks.summary, ranks.status = Ended(75), False, "interrupted"
+    run.run(path, [], None, Path("o"))
+    save(Path("o"), load(path))
+    capsys.readouterr()
+    ranks.ended, ranks.status = ended, None
+    assert run.run(path, [], None, Path("o"), resume=True) == expected
+    assert reader.load("o/trace.h5").status == "interrupted"
+    assert ("use --resume" in capsys.readouterr().err) == (expected != 2)
+
+
 def test_a_run_with_servers_is_resumed_with_fewer_workers(path: Path, ranks: Ranks) -> None:
     (path.parent / "o").mkdir()
     save(Path("o"), load(path, ["cluster.compute={model='constant', seconds=[1, 2]}"], 4))

@@ -260,6 +260,22 @@ def test_that_an_evaluation_had_an_accuracy_is_known_after_a_resume(comm, only, 
         assert has_one[0] and not has_one[-1]
 
 
+@pytest.mark.once
+@pytest.mark.parametrize("paradigm", ["bsp", "allreduce"])
+def test_a_run_that_evaluated_seldom_resumes_with_more_evaluations(comm, only, folder, paradigm):
+    only(3)
+    seldom = job("bsp", comm.size - 1, evaluation={"every_samples": 10**6}).model_dump(exclude_none=True)
+    if paradigm == "allreduce":
+        seldom |= {"paradigm": {"name": paradigm}, "cluster": {"workers": comm.size}}
+    often = seldom | {"evaluation": {"every_samples": 30}}
+    on_some(comm, Job.from_table(seldom), folder / "a")
+    torn = killed(comm, folder / "a")
+    on_some(comm, Job.from_table(often), torn, resume=True)
+    if comm.rank == 0:
+        before, after = (load(run / "trace.h5").tables["evaluations"] for run in (folder / "a", torn))
+        assert len(before) == 1 < len(after)
+
+
 # ---- the trace ----
 
 

@@ -80,3 +80,14 @@ def test_a_due_evaluation_begins_once():
 
 def test_never_is_never_due():
     assert not EvaluationSchedule(0).due(10**9)
+
+
+@pytest.mark.parametrize(
+    ("next_samples", "every", "due"),
+    [(40, 10, 40), (30, 10, 30), (40, 25, 40), (1000, 10, 40), (0, 10, 0)],
+    ids=["the same", "one is overdue", "less often", "more often", "for the first time"],
+)
+def test_a_resumed_run_evaluates_as_often_as_it_says_now(next_samples, every, due):
+    schedule = EvaluationSchedule(every)
+    schedule.resume(next_samples, 37)
+    assert schedule.next_samples == due
