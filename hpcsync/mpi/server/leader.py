@@ -80,6 +80,8 @@ class Leader:
             n_present = self._link.comm.size - self._link.roles.n_servers
             for worker in range(n_present, self._link.roles.n_workers):  # absent since this start
                 self._remove(worker)
+            if self._coordinator.wants_evaluation:  # before the first push is handled
+                self._evaluate_if_due(self._link.clock.now())
             while self._coordinator.active or self._shard.is_hiding:
                 self._shard.poll()
                 self._receive_norms()

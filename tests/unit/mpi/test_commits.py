@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 import hpcsync
 from hpcsync.config.job import Job
 from hpcsync.core.job_validation import check
+from hpcsync.mpi.server.leader import Leader
 from hpcsync.trace.reader import load
 from hpcsync.trace.schema import Outcome
 from hpcsync.training.sampler import batch_indices
@@ -121,6 +123,24 @@ def test_a_search_evaluates_the_model(comm, needs, folder, every_samples):
         losses = np.array([rewards[name] for name in ("loss_start", "loss_middle", "loss_end")])
         assert np.isfinite(losses[0, 0]) and np.isin(losses[np.isfinite(losses)], evaluations["loss"]).all()
         assert (rows["controller"] == b"commits").sum() >= 1
+
+
+@pytest.mark.once
+def test_a_search_evaluates_the_initial_model_also_where_server_0_begins_late(comm, only, folder, monkeypatch):
+    """Pushes wait by then; the audit verifies that the evaluation is of version 0."""
+    only(3)
+    serve = Leader.serve
+
+    def late(self: Leader) -> None:
+        time.sleep(0.3)
+        serve(self)
+
+    paradigm = {"name": "adsp", "check_period_s": 0.06, "interval_min_s": 0.01, "loss": "evaluation"}
+    monkeypatch.setattr(Leader, "serve", late)
+    on_some(comm, job(2, paradigm), folder)
+    if comm.rank == 0:
+        assert load(folder / "trace.h5").tables["evaluations"]["version"][0] == 0
+        assert not failures(folder / "trace.h5")
 
 
 def test_stages_are_in_order_and_fast_workers_make_more_steps(comm, needs, folder):
