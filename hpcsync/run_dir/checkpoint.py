@@ -42,7 +42,7 @@ class RunState(NamedTuple):
     starts
         Number of times that the run has started.
     trace_rows
-        Rows of each table of the trace.
+        Rows of each table of the trace, and their checksums.
     coordinator
         State of the coordinator.
     evaluated
@@ -187,7 +187,8 @@ def resumed(folder: Path) -> Resumed | None:
     Raises
     ------
     JobError
-        If the checkpoint is of another format, or a file of it is missing, truncated or altered.
+        If the checkpoint is of another format, or a file of it is missing, truncated or altered; if the trace has not
+        the rows that it had.
     """
     if (checkpoint := newest(folder)) is None:
         return None
@@ -202,7 +203,24 @@ def resumed(folder: Path) -> Resumed | None:
         coordinator.restore(run.coordinator)
     except StateError as error:
         raise JobError(f"--resume: {checkpoint / part}: {error}") from None
+    _refuse_shorter_trace(folder, checkpoint, run.trace_rows)
     return Resumed(checkpoint.absolute(), job, None if job.has_servers else len(coordinator.active))
+
+
+def _refuse_shorter_trace(folder: Path, checkpoint: Path, n_rows: Mapping[str, int]) -> None:
+    """Raise JobError if the trace in this folder has not at least so many rows of each table."""
+    if not any(n_rows.values()):
+        return
+    from hpcsync.trace.reader import TraceError, opened  # not where runs begin: it imports h5py
+
+    try:
+        with opened(folder) as trace:
+            for table, found in trace.n_rows.items():
+                if found < (least := n_rows.get(table, 0)):
+                    wrong = f"{found} rows of /{table}; there must be at least the {least} of {checkpoint}"
+                    raise JobError(f"--resume: {trace.path}: {wrong}")
+    except TraceError as error:
+        raise JobError(f"--resume: {error}") from None
 
 
 def refuse_other_job(before: Job, job: Job) -> None:

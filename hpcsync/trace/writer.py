@@ -103,8 +103,9 @@ class TraceWriter:
     decision_fields
         Further columns of /decisions, (unit, description) by name: the paradigm's, then those of batch allocation.
     resumed_rows
-        Rows of each table with which a resumed trace begins. They are copied from the file at `path`, which is kept
-        beside the new one, with its later rows, as trace.lost-NUMBER.h5.
+        Rows of each table with which a resumed trace begins, and their checksums if they are known (`flushed`). They
+        are copied from the file at `path`, which is kept beside the new one, with its later rows, as
+        trace.lost-NUMBER.h5.
 
     Raises
     ------
@@ -161,8 +162,12 @@ class TraceWriter:
             raise
 
     def _copy_rows(self, n_rows: Mapping[str, int]) -> None:
-        """Copy the first rows of each table from the existing trace, and rename that."""
+        """Copy the first rows of each table from the existing trace, and rename that.
+
+        They keep their checksums, so that rows that have changed meanwhile are still found.
+        """
         with h5py.File(self.path, "r", locking="best-effort") as before:
+            same_format = before.attrs["format_version"] == FORMAT_VERSION
             for table, dataset in self._datasets.items():
                 dataset.resize((n_rows[table],))
                 for begin in range(0, n_rows[table], COPIED_ROWS):
@@ -170,6 +175,8 @@ class TraceWriter:
                     rows = complete(before[table][begin:end], SCHEMA[table].dtype)
                     dataset[begin:end] = rows
                     self._checksums[table] = checksum(rows, self._checksums[table])
+                if same_format:
+                    self._checksums[table] = n_rows.get(f"{table}{CHECKSUM}", self._checksums[table])
                 self._n_rows[table] = n_rows[table]
             self._flush_s = before.attrs["tracing_overhead_s"]
             self._file.attrs["created"] = before.attrs["created"]
@@ -193,9 +200,9 @@ class TraceWriter:
     def _fsync(self) -> None:
         os.fsync(self._file.id.get_vfd_handle())
 
-    def n_rows(self) -> dict[str, int]:
-        """Return the number of rows of each table in the file."""
-        return dict(self._n_rows)
+    def flushed(self) -> dict[str, int]:
+        """Return the number of rows of each table in the file, and their checksums, as `flushed_rows` has them."""
+        return self._n_rows | {f"{table}{CHECKSUM}": crc32 for table, crc32 in self._checksums.items()}
 
     def describe(self, attributes: Mapping[str, Any]) -> None:
         """Add root attributes that only became known during the run; the next flush writes them."""
@@ -388,11 +395,9 @@ class TraceWriter:
         self._file.attrs.modify("tracing_overhead_s", self.tracing_overhead_s)
 
     def _flushed_rows(self) -> Rows:
-        fields = [(table, "<i8") for table in self._n_rows] + [(f"{table}{CHECKSUM}", "<u4") for table in self._n_rows]
-        counts = np.zeros((), fields)
-        for table, n_rows in self._n_rows.items():
-            counts[table], counts[f"{table}{CHECKSUM}"] = n_rows, self._checksums[table]
-        return counts
+        flushed = self.flushed()
+        fields = [(name, "<u4" if name.endswith(CHECKSUM) else "<i8") for name in flushed]
+        return np.array(tuple(flushed.values()), fields)
 
 
 def _nowhere() -> IO[bytes]:

@@ -143,12 +143,12 @@ class RunRecorder(Generic[C]):
             Whether to include when the next evaluation is due.
         """
         self.trace.sync()
-        n_rows = self.trace.n_rows()
+        flushed = self.trace.flushed()
         return {
             "job": self._given.job.to_toml(),
             "now_s": now_s,
-            "starts": n_rows["starts"],
-            "trace_rows": n_rows,
+            "starts": flushed["starts"],
+            "trace_rows": flushed,
             "coordinator": self.coordinator.state(),
             "evaluated": self.evaluator.state() if self.evaluator is not None and evaluated else None,
         }

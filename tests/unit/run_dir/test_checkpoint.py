@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 import torch
@@ -109,6 +110,57 @@ def test_a_switch_at_a_share_of_the_samples_stays_where_it_was():
     checkpoint.refuse_other_job(by_loss, longer)
 
 
+# ---- the trace of a run that resumes ----
+
+
+def traced(folder: Path, n_updates: int = 5) -> dict[str, int]:
+    """Write a trace with so many updates into the folder; return what a checkpoint says of it."""
+    (folder / layout.TRACE).unlink(missing_ok=True)
+    with TraceWriter(folder / layout.TRACE, ATTRIBUTES) as trace:
+        for version in range(1, n_updates + 1):
+            trace.append("updates", (version, float(version), 1, 0.1, version, 0.5))
+        trace.flush()
+        return trace.flushed()
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda path: path.unlink(), "trace.h5: no such file"),
+        (
+            lambda path: os.truncate(path, path.stat().st_size // 2),
+            "trace.h5: truncated: it has [0-9,]+ of [0-9,]+ bytes",
+        ),
+        (lambda path: traced(path.parent, 3), r"trace.h5: 3 rows of /updates; there must be at least the 5 of \S+/1"),
+    ],
+    ids=["missing", "truncated", "of another run"],
+)
+def test_a_run_without_its_trace_is_refused_before_any_rank_starts(tmp_path, damage, says):
+    store = Checkpoints(tmp_path, 2, None, shared=True)
+    store.begin(1)
+    store.write(1, RUN, run_state(trace_rows=traced(tmp_path)))
+    store.commit(1)
+    assert checkpoint.resumed(tmp_path) is not None
+    traced(tmp_path, 7)
+    assert checkpoint.resumed(tmp_path) is not None, "later rows are lost"
+    damage(tmp_path / layout.TRACE)
+    with pytest.raises(JobError, match=rf"^--resume: \S+/{says}$"):
+        checkpoint.resumed(tmp_path)
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_rows_that_change_before_a_run_resumes_are_found_after_it(tmp_path, changes):
+    path, flushed = tmp_path / layout.TRACE, traced(tmp_path)
+    if changes:
+        with h5py.File(path, "r+") as file:
+            rows = file["updates"][:]
+            rows["lr"][2] = 0.2
+            file["updates"][...] = rows
+    with TraceWriter(path, ATTRIBUTES, resumed_rows=flushed) as trace:
+        trace.append("updates", (6, 6.0, 1, 0.1, 6, 0.5))
+    assert load(path).altered == (("updates",) if changes else ())
+
+
 # ---- killed at any moment ----
 
 
@@ -131,7 +183,7 @@ def train(folder: Path) -> None:
         number += 1
         store.begin(number)
         store.write(number, "server-0", {"weights": torch.full((20_000,), float(version))})
-        store.write(number, RUN, begun | {"starts": version, "trace_rows": trace.n_rows()})
+        store.write(number, RUN, begun | {"starts": version, "trace_rows": trace.flushed()})
         store.commit(number)
 
 
