@@ -1,9 +1,14 @@
 """Stalls of runs in virtual time, detected as on ranks, and negative controls: each change is found."""
 
+import math
+
 import numpy as np
 import pytest
 
+from hpcsync.audit import stragglers
+from hpcsync.audit.stragglers import check_stalls
 from hpcsync.audit.trace_audit import audit
+from hpcsync.core import straggler_detector
 from hpcsync.core.assignments import decision_fields
 from hpcsync.core.straggler_detector import StragglerDetector
 from hpcsync.mpi.rank0.straggler_report import StragglerReport
@@ -29,17 +34,18 @@ class Phases:
         return [(0, Phase.COMPUTING) if phase == Phase.COMPUTING else (STALLED, phase) for phase in self._phases]
 
 
-def record(paradigm, phases=(Phase.COMPUTING,) * 3):
+def record(paradigm, phases=(Phase.COMPUTING,) * 3, scale=1.0, jitter=0.1, **tables):
     """Return a trace in which only worker 1 stalls, with a short look after every push."""
     events = [
         {"worker": 1, "at_iteration": STALLED, "change": "slow", "factor": 30.0},
         {"worker": 1, "at_iteration": STALLED + 1, "change": "recover"},
     ]
-    compute = {"model": "lognormal", "seconds": [0.2, 0.3, 0.25], "jitter": 0.1}
+    compute = {"model": "lognormal", "seconds": [0.2 * scale, 0.3 * scale, 0.25 * scale], "jitter": jitter}
     job = make_job(
         paradigm=paradigm,
         stop={"samples": 1000},
         cluster={"workers": 3, "compute": compute, "events": events},
+        **tables,
     )
     trace, workload, watches = Recorder(), build(job), []
 
@@ -83,14 +89,36 @@ def test_a_stall_is_reported_while_it_lasts(trace, capsys):
         ({"iteration": 3}, {LASTED, DEADLINE}),
         ({"worker": 0}, {LASTED, DEADLINE}),
         ({"worker": 3}, {LASTED}),
+        ({"worker": -1}, {LASTED}),
         ({"phase": 7}, {LASTED}),
         ({"n_waiting": 3}, {LASTED}),
+        ({"n_waiting": -1}, {LASTED}),
     ],
     ids=lambda values: ", ".join(f"{k} {v}" for k, v in values.items()) if isinstance(values, dict) else "",
 )
 def test_wrong_values_are_found(trace, values, found):
     served = trace.job.has_servers  # otherwise deadlines are not recounted
     assert failing(edit(trace, "stalls", 0, **values)) == (found if served else found - {DEADLINE})
+
+
+@pytest.mark.parametrize(
+    ("jitter", "tables", "factor"),
+    [
+        (0.001, {}, "SHARE"),
+        (0.3, {}, "SPREAD"),
+        (0.3, {"batches": {"policy": "equal-finish", "predictor": "last", "interval": 2, "gain": 0.0}}, "SPREAD"),
+    ],
+    ids=["share", "spread", "spread, by size"],
+)
+def test_deadlines_of_slow_workers_follow_from_their_median_or_its_deviation(monkeypatch, jitter, tables, factor):
+    """Those of fast workers are `SLACK_S` after the median."""
+    monkeypatch.setattr(straggler_detector, "AWAY_S", math.inf)  # there is a look after every push only
+    for module in (straggler_detector, stragglers):
+        monkeypatch.setattr(module, "WINDOW", 8)  # fewer than there are
+    slow = record({"name": "asp"}, scale=10.0, jitter=jitter, seed=3, **tables)
+    assert [check.passed for check in check_stalls(slow)] == [True, True]
+    monkeypatch.setattr(stragglers, factor, 1.1 * getattr(stragglers, factor))  # the control
+    assert [check.passed for check in check_stalls(slow)] == [True, False]
 
 
 def test_a_missing_row_is_allowed(trace):
