@@ -99,6 +99,13 @@ def test_wrong_norms_are_found(tmp_path, name, table, column, factor, expected):
     assert wrong(edit(trace, table, row, **{column: factor * rows[column][row]})) == [expected]
 
 
+def test_only_several_servers_on_real_ranks_may_not_know_the_norm(tmp_path):
+    unknown = edit(trained(tmp_path, "bsp"), "updates", 4, gradient_sq=np.nan)
+    for engine, n_servers, expected in (("mpi", 1, [MEAN]), ("mpi", 2, []), ("simulator", 2, [MEAN])):
+        unknown.attributes.update(engine=engine, n_servers=n_servers)
+        assert wrong(unknown) == expected
+
+
 def test_a_push_of_an_older_format_may_be_handled_after_the_run_has_resumed(tmp_path):
     trace = trained(tmp_path, "k-sync")
     pushes, starts = trace.tables["pushes"].copy(), np.zeros(2, TABLES["starts"])
