@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import filecmp
 import json
 import multiprocessing
 import os
@@ -82,6 +83,7 @@ class Trials:
         self._at_once = at_once
         self._until_s = until_s
         self._keeps_scale = keeps_scale
+        self._seeds_with_times: set[int] = set()
         self.n_simulated = 0
         self._workload = json.dumps(tomllib.loads(job.to_toml())["workload"], sort_keys=True)
 
@@ -145,9 +147,15 @@ class Trials:
         from hpcsync.simulator.measured_cluster import resampled, write_table
 
         file = (self._out / f"times-{seed}.csv").absolute()
-        if not file.exists():
+        if seed not in self._seeds_with_times:
             file.parent.mkdir(parents=True, exist_ok=True)
-            write_table(resampled(self._times, seed, self._job.cluster.workers), file)
+            new = file.with_suffix(".new")
+            write_table(resampled(self._times, seed, self._job.cluster.workers), new)
+            if file.exists() and not filecmp.cmp(file, new, shallow=False):
+                new.unlink()
+                raise JobError(f"--out: {file} holds the times of another run; give another folder")
+            new.replace(file)
+            self._seeds_with_times.add(seed)
         return file
 
     def run(

@@ -351,7 +351,7 @@ class _Adviser:
     def _unknown(self) -> Iterator[str]:
         """Yield what came of an earlier prediction, and what the advice does not know."""
         from hpcsync.report.summary import beside_prediction, summarize
-        from hpcsync.simulator.measured_cluster import pushes_at_once
+        from hpcsync.simulator.measured_cluster import network, pushes_at_once
 
         if self._trace is not None:
             if said := beside_prediction(summarize(self._trace)):
@@ -360,7 +360,7 @@ class _Adviser:
             yield "Times are those of the job's [cluster]; --from RUN takes measured ones."
         elif (measured := self._trace.n_workers) != (asked := self._job.cluster.workers):
             yield f"Extrapolated from {measured} worker{'s' * (measured > 1)}: {_extrapolated(measured, asked)}."
-        elif "network" not in tomllib.loads(self._job.to_toml())["cluster"]:
+        elif "network" not in tomllib.loads(self._job.to_toml())["cluster"] and network(self._trace):
             seen = "its measured total" if self._trace.job.has_servers else "taken from the workers'"
             yield f"Links have the rates that the run measured; a server's is {seen}."
             if self._link_share >= LINK_SHARE and (n := pushes_at_once(self._trace)) >= MEETS_OTHERS:

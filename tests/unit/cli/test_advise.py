@@ -122,6 +122,21 @@ def test_times_of_a_run_replace_those_of_the_job(job, tmp_path, capsys):
     assert advised(out)["advised"] == "asp" and advised(out)["times"].endswith(layout.TRACE)
     files = sorted(path.name for path in out.glob("times-*.csv"))
     assert files == [f"times-{seed}.csv" for seed in (1005, 1006, 2005, 2006, 2007, 5, 6, 7)]
+    assert "Links have the rates" not in capsys.readouterr().out, "its transfers took no time"
+
+
+def test_times_of_another_run_are_refused_in_the_folder_of_an_advice(job, tmp_path):
+    """Their runs would count as finished."""
+    for name, seconds in (("even", "[0.1, 0.1, 0.1]"), ("uneven", "[0.1, 0.1, 1.0]")):
+        measured = jobs.load(job, [f"cluster.compute.seconds={seconds}", "paradigm.name='bsp'", "stop={updates=60}"])
+        assert simulate(measured, tmp_path / name, Console(quiet=True)) == 0
+    asked = Asked(tmp_path / "even", ("bsp", "asp"), out=tmp_path / "out")
+    assert main(job, asked) == 0
+    n = Inline.n
+    with pytest.raises(JobError, match=r"^--out: .*/out/times-5.csv holds the times of another run; give another fold"):
+        main(job, asked._replace(measured=tmp_path / "uneven"))
+    assert main(job, asked) == 0 and Inline.n == n, "control: those of the same run"
+    assert not [*(tmp_path / "out").glob("*.new")]
 
 
 def test_the_advised_job_has_no_setting_that_it_would_ignore(job, tmp_path):
@@ -158,7 +173,8 @@ def test_links_that_were_only_seen_shared_are_said_to_be_wider_perhaps(job, tmp_
     asked = Asked(tmp_path / "run", ("bsp", "allreduce"), overrides=["stop={target_loss = 0.5, seconds = 40}"])
     main(job, asked._replace(out=tmp_path / "out"))
     shared = "But the server's link was shared by 3.0 pushes at a time: a worker's own may be up to 3.0 times as wide"
-    assert (shared in capsys.readouterr().out) == (paradigm == "bsp")
+    said = capsys.readouterr().out
+    assert (shared in said) == (paradigm == "bsp") and "Links have the rates that the run measured" in said
 
 
 def test_other_numbers_of_workers_need_a_measurement_or_leave_to_extrapolate(job, tmp_path, capsys, monkeypatch):
