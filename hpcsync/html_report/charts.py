@@ -12,7 +12,7 @@ from markupsafe import Markup
 from hpcsync.html_report.run_data import DECIDED_WORKERS, PARTS, Decisions, RunData, add, evenly
 from hpcsync.html_report.svg import WIDTH, Panel, Scale, element, limits, number, path, picture, short, text, title
 from hpcsync.report.variants import Estimate
-from hpcsync.trace.schema import Rows
+from hpcsync.trace.schema import Change, Rows
 
 COLOURS, DASHES = 8, 4  # of the style sheet; later series repeat the colours with other dashes
 BARS = 32  # of a histogram
@@ -378,10 +378,11 @@ def decisions(label: str, run: RunData, controller: str) -> Figure:
     values = rows["chosen"].tolist()
     panel = Panel.of((0.0, 1.02 * run.summary.duration_s or 1.0), limits(values, zero=True), 200)
     parts = panel.axes("time (s)", what, whole_y=all(value == round(value) for value in values))
-    for i, own in enumerate(shown.values()):
+    for i, (name, own) in enumerate(shown.items()):
         points = [(panel.x(row["now_s"]), panel.y(row["chosen"])) for row in own]
         if not events:
-            end = (panel.x(max(run.summary.duration_s, float(own["now_s"][-1]))), points[-1][1])
+            until_s = _last_s(run, int(own["worker"][-1])) if name else run.summary.duration_s
+            end = (panel.x(max(until_s, float(own["now_s"][-1]))), points[-1][1])
             parts.append(path([*points, end], f"line {series(i)}", steps=True))
         for (x, y), row in zip(points, own, strict=True):
             told = f"{number(float(row['chosen']))} at {number(float(row['now_s']))} s, worker {row['worker']}"
@@ -395,6 +396,13 @@ def decisions(label: str, run: RunData, controller: str) -> Figure:
     legend = [(f"{kind}{series(i)}", name) for i, name in enumerate(shown) if name]
     drawn = picture(f"{what} over time", 200, *parts)
     return Figure(caption, [("", drawn)], legend, Table(("time (s)", "worker", what), table), " ".join(notes))
+
+
+def _last_s(run: RunData, worker: int) -> float:
+    """Return until when a worker took part: until it left for good, or else until the end."""
+    changes = run.membership[run.membership["worker"] == worker]
+    is_away = len(changes) and changes["change"][-1] != Change.JOINED
+    return float(changes["now_s"][-1]) if is_away else run.summary.duration_s
 
 
 def decided(run: RunData) -> dict[str, Decisions]:

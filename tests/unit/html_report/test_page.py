@@ -317,6 +317,20 @@ def test_the_legend_of_decisions_is_of_dots_where_the_figure_is(runs: dict[str, 
     )
 
 
+def test_the_choice_of_a_worker_holds_until_it_has_left_for_good(runs: dict[str, list[RunData]]) -> None:
+    rows = np.array([(0.0, 0, 8.0), (0.0, 1, 8.0)], [("now_s", "f8"), ("worker", "i4"), ("chosen", "f8")])
+    end_s = runs["dssp"][0].summary.duration_s
+    changes = [(1, end_s / 4, 1, Change.LEFT), (2, end_s / 3, 1, Change.JOINED), (3, end_s / 2, 1, Change.DIED)]
+    for n_changes, share in ((0, 1.0), (1, 1 / 4), (2, 1.0), (3, 1 / 2)):
+        run = runs["dssp"][0]._replace(
+            decisions={"batches": Decisions(2, 2, rows)},
+            membership=np.array(changes[:n_changes], TABLES["membership"]),
+        )
+        ((_, drawn),) = charts.decisions("dssp", run, "batches").panels
+        begins, ends = np.array(re.findall(r'<path d="M(\S+) \S+H(\S+)V', drawn), float).T
+        assert (ends - begins)[1] / (ends - begins)[0] == pytest.approx(share, abs=0.01)
+
+
 def test_both_panels_of_a_learning_curve_have_the_same_y_axis(runs: dict[str, list[RunData]]) -> None:
     figure = curves.learning_curves(runs, "loss")
     assert figure is not None
