@@ -171,7 +171,7 @@ def test_a_grant_of_another_size(uneven):
 
 
 def test_a_push_of_another_size_than_granted(uneven):
-    for row in (0, 9):  # the first has no grant
+    for row in (0, 3, 4, 5, 9):  # the first has no grant, and one of the next three the first grant
         size = uneven.tables["pushes"]["batch_size"][row]
         assert ALLOCATED in failing(edit(uneven, "pushes", row, batch_size=size + 1))
 
