@@ -21,7 +21,7 @@ from hpcsync.core.coordinator import Coordinator, NoRecorder, coordinate
 from hpcsync.core.peer_coordinator import PeerCoordinator
 from hpcsync.run_dir import checkpoint_files
 from hpcsync.state import StateError, built
-from hpcsync.system.atomic_files import sync
+from hpcsync.system.atomic_files import naming, sync
 
 FOLDER = "checkpoints"
 RUN = "run"  # name of rank 0's records of the run
@@ -127,10 +127,11 @@ class Checkpoints:
             raise StateError(f"{self.resumed / name}.json: {error}") from None
 
     def begin(self, number: int) -> None:
-        """Create the folder of checkpoint `number`; on rank 0, before any rank writes."""
+        """Create the folder of checkpoint `number`; on rank 0, before any rank writes. Raises NotWritten."""
         unfinished = self._unfinished(number)
         shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
+        with naming(unfinished):
+            unfinished.mkdir(parents=True)
 
     def write(self, number: int, name: str, state: Mapping[str, Any]) -> None:
         """Write a state of this rank into the checkpoint that has begun; on return it has reached the disk.
@@ -143,14 +144,15 @@ class Checkpoints:
         checkpoint_files.write_part(self._unfinished(number), name, state)
 
     def commit(self, number: int) -> Path:
-        """Complete the checkpoint and delete older ones; on rank 0, when all ranks have written."""
+        """Complete the checkpoint and delete older ones; on rank 0, when all ranks have written. Raises NotWritten."""
         unfinished = self._unfinished(number)
         checkpoint_files.write_manifest(unfinished)
-        sync(unfinished)
-        finished = unfinished.rename(self._folder / str(number))
-        sync(self._folder)
-        for old in _numbered(self._folder)[: -self._keep]:
-            old.rename(old.with_suffix(".old"))  # a folder with a number is always complete
+        with naming(unfinished):
+            sync(unfinished)
+            finished = unfinished.rename(self._folder / str(number))
+            sync(self._folder)
+            for old in _numbered(self._folder)[: -self._keep]:
+                old.rename(old.with_suffix(".old"))  # a folder with a number is always complete
         self._sweep("*.old")
         return finished
 

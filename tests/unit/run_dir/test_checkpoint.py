@@ -18,6 +18,7 @@ import torch
 from hpcsync.config.errors import JobError
 from hpcsync.run_dir import checkpoint, checkpoint_files, layout
 from hpcsync.run_dir.checkpoint import RUN, Checkpoints
+from hpcsync.system.atomic_files import NotWritten
 from hpcsync.trace.reader import load
 from hpcsync.trace.writer import TraceWriter
 from tests.unit.jobs import make_job
@@ -108,6 +109,18 @@ def test_a_switch_at_a_share_of_the_samples_stays_where_it_was():
     del switch["share"]
     by_loss, longer = (make_job(paradigm=switch | {"plateau": 0.1}, stop={"samples": n}) for n in (160, 320))
     checkpoint.refuse_other_job(by_loss, longer)
+
+
+def test_a_folder_that_cannot_be_created_or_renamed_is_named(tmp_path):
+    (tmp_path / "checkpoints").touch()
+    with pytest.raises(NotWritten, match=r"/checkpoints/1\.unfinished: Not a directory$"):
+        Checkpoints(tmp_path, 2, None, shared=True).begin(1)
+    (tmp_path / "checkpoints").unlink()
+    store = Checkpoints(tmp_path, 2, None, shared=True)
+    store.begin(1)
+    (tmp_path / "checkpoints" / "1" / "in the way").mkdir(parents=True)
+    with pytest.raises(NotWritten, match=r"/checkpoints/1\.unfinished: Directory not empty$"):
+        store.commit(1)
 
 
 # ---- the trace of a run that resumes ----
