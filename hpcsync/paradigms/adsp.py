@@ -264,14 +264,18 @@ class ADSP(Paradigm):
 
     def _continue_all(self) -> list[Grant]:
         """Return the grants of all blocked workers, each as by `_continue`; a thousand workers may have stopped."""
-        workers, least_s, overhead_s = sorted(self._blocked_since_s), self._interval_min_s, self._overhead_s
-        most_s = max(self._stop_s - self._now_s, SHORTEST * self._period_s)
-        if self._search is None and self._cumulative:
-            wanted_s = [self._period_s / self._rate(i) - overhead_s[i] for i in workers]
+        workers = sorted(set(self._blocked_since_s))  # a set of small numbers is nearly in order
+        period_s, overhead_s = self._period_s, self._overhead_s
+        most_s = max(self._stop_s - self._now_s, SHORTEST * period_s)
+        least_s = min(self._interval_min_s, most_s)
+        if self._search is None and self._cumulative:  # after a search all dC are at least `commits` (h)
+            target, counted = self._target, self._counted
+            wanted_s = [period_s / (target - counted[i]) - overhead_s[i] for i in workers]
         else:
-            every_s = self._period_s / self._rate(workers[0])
+            every_s = period_s / self._rate(workers[0])
             wanted_s = [every_s - overhead_s[i] for i in workers]
-        return self._grant_blocked(UNTIL, [min(max(least_s, one_s), most_s) for one_s in wanted_s])
+        commit_s = [least_s if one_s < least_s else most_s if one_s > most_s else one_s for one_s in wanted_s]
+        return self._grant_blocked(workers, UNTIL, commit_s)
 
     def _check_if_due(self, worker: int) -> None:
         """Make the check that was due before this worker's push, if any; begin a search if it is time (b)."""
@@ -327,7 +331,7 @@ class ADSP(Paradigm):
     @property
     def _all_have_stopped(self) -> bool:
         blocked = self._blocked_since_s
-        return self._search is not None and bool(blocked) and blocked.keys() == self._progress.active
+        return self._search is not None and 0 < len(blocked) == len(self._progress.active)
 
     def _next_trial(self, worker: int) -> list[Action]:
         """End the trial, if there is one, and release all workers, which have stopped."""
@@ -356,7 +360,7 @@ class ADSP(Paradigm):
             self._search, self._stop_s = None, math.inf
             self._begun_s, self._checks = self._now_s, 0
             self._counted = self._progress.iters.copy()
-            self._target = max(self._counted[i] for i in self._progress.active) + self.commits  # (h)
+            self._target = self._progress.max_iters + self.commits  # (h)
             self._loss_at_check = self._loss()
         return rows
 

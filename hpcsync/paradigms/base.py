@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from functools import partial
 from itertools import repeat
 from typing import ClassVar
 
@@ -13,9 +12,6 @@ from hpcsync.paradigms.events import Action, Elapsed, Evaluated, Event, Grant, J
 from hpcsync.paradigms.records import OF_THE_JOB
 from hpcsync.paradigms.worker_counts import WorkerCounts
 from hpcsync.state import Stateful
-
-_new_grant = partial(tuple.__new__, Grant)  # from all fields, in half the time that `Grant` takes
-_NAN = math.nan
 
 
 class Paradigm(Stateful, ABC):
@@ -172,20 +168,22 @@ class Paradigm(Stateful, ABC):
         # By position: keywords would add a tenth to the time of a decision.
         return Grant(worker, progress.pushes[worker] + 1, 0, lead, credits, held_s, -1, 0, local_steps, commit_s, ratio)
 
-    def _grant_blocked(self, local_steps: int = OF_THE_JOB, commit_s: Sequence[float] = ()) -> list[Grant]:
-        """Return the next grants of all blocked workers, in worker order, and release these.
+    def _grant_blocked(
+        self, workers: Sequence[int], local_steps: int = OF_THE_JOB, commit_s: Sequence[float] = ()
+    ) -> list[Grant]:
+        """Return the next grants of the blocked ones of these workers, in their order, and release them.
 
-        `commit_s` has one value for each, if it is given.
+        `commit_s` has one value for each worker, if it is given.
         """
         # An update may release a thousand workers: fields by position, and no calls but those of C.
-        progress, since_s, now_s = self._progress, self._blocked_since_s, self._now_s
+        progress, blocked, now_s = self._progress, self._blocked_since_s, self._now_s
         pushes, iters, least = progress.pushes, progress.iters, progress.min_iters
-        grants = [
-            _new_grant((i, pushes[i] + 1, 0, iters[i] - least, 0, now_s - since_s[i], -1, 0, local_steps, end_s, _NAN))
-            for i, end_s in zip(sorted(since_s), commit_s or repeat(math.inf, len(since_s)), strict=True)
+        new, pop, nan = tuple.__new__, blocked.pop, math.nan
+        return [
+            new(Grant, (i, pushes[i] + 1, 0, iters[i] - least, 0, now_s - pop(i), -1, 0, local_steps, end_s, nan))
+            for i, end_s in zip(workers, commit_s or repeat(math.inf, len(workers)), strict=True)
+            if i in blocked
         ]
-        since_s.clear()
-        return grants
 
     def _refuse_illegal(self, event: Event) -> None:
         if not isinstance(event, (PushInfo, Left, Joined, Elapsed, Evaluated)):

@@ -68,9 +68,9 @@ class BSP(Paradigm):
         outstanding = len(self._progress.active) - len(self._blocked_since_s)
         if outstanding or not self._contributed:
             return []
-        update = Apply(tuple(sorted(self._contributed)))
+        workers = tuple(sorted(self._contributed))
         self._contributed.clear()
-        return [update, *self._grant_blocked()]
+        return [Apply(workers), *self._grant_blocked(workers)]
 
 
 VALIANT = Reference(

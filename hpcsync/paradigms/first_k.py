@@ -110,7 +110,8 @@ class FirstK(Paradigm):
         self._aborts = aborts
         self._version = 0
         self._read = [0] * n_workers  # version that each worker last read
-        self._up_to_date = set(range(n_workers))  # workers that compute from the current version
+        # Workers that compute from the current version, to which a Cancel may be sent.
+        self._up_to_date = set(range(n_workers)) if aborts else set()
         self._accumulated = 0  # contributions in the sum of the next update
         self._waiting: dict[int, float] = {}  # weight of each contribution that waits for the update, by worker
 
@@ -130,10 +131,11 @@ class FirstK(Paradigm):
         for worker in self._waiting:
             staleness = self._version - self._read[worker]
             assert staleness <= self._accepted_staleness(), f"worker {worker} waits with a staleness of {staleness}"
-        up_to_date = {worker for worker in active if worker not in blocked and self._read[worker] == self._version}
-        assert self._up_to_date == up_to_date, (
-            "the up-to-date workers are not those that compute from the current version"
-        )
+        if self._aborts:
+            up_to_date = {worker for worker in active if worker not in blocked and self._read[worker] == self._version}
+            assert self._up_to_date == up_to_date, (
+                "the up-to-date workers are not those that compute from the current version"
+            )
 
     def _accepted_staleness(self) -> float:
         return 0
@@ -172,23 +174,25 @@ class FirstK(Paradigm):
         outstanding = len(self._progress.active) - len(self._blocked_since_s)
         if not self._waiting or (in_round < self.k and outstanding):  # (e)
             return []
-        workers = tuple(sorted(self._waiting))  # (b)
-        weights = [self._waiting[worker] for worker in workers]
-        update = Apply(workers, () if weights.count(1.0) == len(weights) else tuple(weights))
+        workers = tuple(sorted(set(self._waiting)))  # (b); a set of small numbers is nearly in order
+        are_equal = {*self._waiting.values()} == {1.0}
+        update = Apply(workers, () if are_equal else tuple(self._waiting[worker] for worker in workers))
         self._waiting.clear()
         self._accumulated = 0
         self._version += 1
-        late = sorted(self._up_to_date) if self._aborts else []  # earlier ones have been cancelled already
-        self._up_to_date.clear()
         for released in self._blocked_since_s:
             self._read[released] = self._version
-        self._up_to_date.update(self._blocked_since_s)
-        grants = self._grant_blocked()
+        late: list[int] = []
+        if self._aborts:
+            late = sorted(self._up_to_date)  # earlier ones have been cancelled already
+            self._up_to_date = set(self._blocked_since_s)
+        grants = self._grant_blocked(workers)
         return [update, *self._choose_k(worker), *grants, *map(Cancel, late)]  # (c)
 
     def _grant(self, worker: int, **chosen: Any) -> Grant:
         self._read[worker] = self._version
-        self._up_to_date.add(worker)
+        if self._aborts:
+            self._up_to_date.add(worker)
         return super()._grant(worker, **chosen)
 
     def _choose_k(self, worker: int) -> list[Decision]:

@@ -408,7 +408,7 @@ def every_worker_waits(paradigm):
     ],
 )
 def test_check_sees_an_inconsistent_state(tamper, message):
-    paradigm = create("k-sync", 4, k=3)
+    paradigm = create("k-sync", 4, k=3, cancel="abort")
     paradigm.handle(PushInfo(1.0, 0))
     paradigm.check()
     tamper(paradigm)
