@@ -188,8 +188,12 @@ def of(column: str, setting: str, arm: str, *paradigms: str) -> Of:
     """A column's mean over these paradigms, not known as soon as it is not known for one of them."""
 
     def number(results: pd.DataFrame) -> pd.Series:
-        runs = results[(results["setting"] == setting) & (results["arm"] == arm) & results["paradigm"].isin(paradigms)]
-        return runs.pivot(index="seed", columns="paradigm", values=column).mean(axis=1, skipna=False)
+        # Arrays, since masks and pivots of frames take most of the time of judging hundreds of claims.
+        there = (results["setting"].to_numpy() == setting) & (results["arm"].to_numpy() == arm)
+        names, seeds, values = (results[name].to_numpy() for name in ("paradigm", "seed", column))
+        runs = [there & (names == paradigm) for paradigm in paradigms]
+        numbers = [pd.Series(values[rows].astype(float), pd.Index(seeds[rows], name="seed")) for rows in runs]
+        return numbers[0] if len(numbers) == 1 else pd.concat(numbers, axis=1).mean(axis=1, skipna=False)
 
     return number
 

@@ -13,11 +13,12 @@ import matplotlib
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.cbook import is_math_text
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.patches import Patch
 from matplotlib.patheffects import Normal, Stroke
-from matplotlib.textpath import TextPath
+from matplotlib.textpath import text_to_path
 from matplotlib.ticker import NullFormatter
 
 from hpcsync.paradigms import OPTIONS
@@ -315,9 +316,8 @@ def panels(n_rows: int, n_columns: int = 1, *, height: float, **how: Any) -> Any
 
 def text_inches(text: str, points: float = 8, weight: str = "normal") -> float:
     """Return the width of a line of text."""
-    if not text.strip():
-        return 0.0
-    return float(TextPath((0, 0), text, size=points, prop=FontProperties(weight=weight)).get_extents().width) / 72
+    font = FontProperties(size=points, weight=weight)
+    return float(text_to_path.get_text_width_height_descent(text, font, ismath=is_math_text(text))[0]) / 72
 
 
 def wrapped(text: str, inches: float, points: float = 8, weight: str = "normal") -> str:
