@@ -13,7 +13,6 @@ import matplotlib
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.cbook import is_math_text
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.patches import Patch
@@ -317,7 +316,7 @@ def panels(n_rows: int, n_columns: int = 1, *, height: float, **how: Any) -> Any
 def text_inches(text: str, points: float = 8, weight: str = "normal") -> float:
     """Return the width of a line of text."""
     font = FontProperties(size=points, weight=weight)
-    return float(text_to_path.get_text_width_height_descent(text, font, ismath=is_math_text(text))[0]) / 72
+    return float(text_to_path.get_text_width_height_descent(text, font, ismath=False)[0]) / 72
 
 
 def wrapped(text: str, inches: float, points: float = 8, weight: str = "normal") -> str:

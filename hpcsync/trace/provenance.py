@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import re
 from datetime import UTC, datetime
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -42,10 +43,13 @@ def provenance(job: Job, *, engine: str, mpi_library: str | None, hosts: list[st
         "mpi_library": mpi_library,
         "hosts": ",".join(dict.fromkeys(hosts)),
         "python_version": platform.python_version(),
-        "numpy_version": metadata.version("numpy"),
-        "torch_version": metadata.version("torch"),
-        "h5py_version": metadata.version("h5py"),
+        "numpy_version": _version("numpy"),
+        "torch_version": _version("torch"),
+        "h5py_version": _version("h5py"),
     }
+
+
+_version = cache(metadata.version)  # it parses a file
 
 
 def git_commit(folder: Path) -> str:

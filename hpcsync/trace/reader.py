@@ -156,6 +156,8 @@ class TraceFile(_Described):
     ----------
     file
         The open file.
+    columns
+        Record type of each table in the file.
     n_rows
         Rows of each table that belong together, as of the last flush.
     slice_rows
@@ -165,6 +167,7 @@ class TraceFile(_Described):
     """
 
     file: h5py.File
+    columns: dict[str, np.dtype]
     n_rows: dict[str, int]
     slice_rows: int
     flushed: np.void
@@ -207,9 +210,14 @@ class TraceFile(_Described):
         return checksum(rows) != written
 
     def _as_written(self, table: str, begin: int = 0, end: int | None = None) -> Rows:
-        last = self.n_rows[table]
-        with _reporting_damage(self.path):
-            rows: Rows = self.file[table][begin : last if end is None else min(end, last)]
+        begin, end, _ = slice(begin, end).indices(self.n_rows[table])
+        rows = np.empty(max(end - begin, 0), self.columns[table])
+        if len(rows):  # as `self.file[table][begin:end]`, which derives the record type again
+            with _reporting_damage(self.path):
+                dataset = self.file[table].id
+                chosen = dataset.get_space()
+                chosen.select_hyperslab((begin,), rows.shape)
+                dataset.read(h5py.h5s.create_simple(rows.shape), chosen, rows, dataset.get_type())
         return rows
 
 
@@ -242,8 +250,9 @@ def opened(path: str | Path, slice_rows: int = SLICE_ROWS) -> Iterator[TraceFile
             flushed = values.pop("flushed_rows", None)
             attributes = {name: _shown(name, _plain(value)) for name, value in values.items()}
             _check_attributes(attributes)
-            n_rows = {table: _n_rows(file, table, flushed, attributes["format_version"]) for table in TABLES}
-        yield TraceFile(path, attributes, file, n_rows, slice_rows, flushed)
+            columns = {table: _columns(file, table, attributes["format_version"]) for table in TABLES}
+            n_rows = {table: _n_rows(file, table, flushed) for table in TABLES}
+        yield TraceFile(path, attributes, file, columns, n_rows, slice_rows, flushed)
 
 
 def _check_attributes(attributes: Mapping[str, Any]) -> None:
@@ -267,10 +276,11 @@ def _check_workers(table: str, worker: Rows, n_workers: int) -> None:
         raise ValueError(f"/{table} names a worker that is none of {n_workers}")
 
 
-def _n_rows(file: h5py.File, table: str, flushed: Any, version: int) -> int:
-    """Return the rows of a table that belong together. Raises ValueError if it has not the columns of its schema."""
+def _columns(file: h5py.File, table: str, version: int) -> np.dtype:
+    """Return the record type of a table. Raises ValueError if it has not the columns of its schema."""
     dataset = file.get(table)
-    dtype: Any = dataset.dtype if isinstance(dataset, h5py.Dataset) and dataset.ndim == 1 else np.dtype(int)
+    is_table = isinstance(dataset, h5py.Dataset) and dataset.ndim == 1
+    dtype: Any = _record_type(dataset.id.get_type().encode()) if is_table else np.dtype(int)
     if dtype.names is None:
         raise ValueError(f"/{table} must be a table")
     found = [(name, dtype[name].str) for name in dtype.names]
@@ -280,10 +290,22 @@ def _n_rows(file: h5py.File, table: str, flushed: Any, version: int) -> int:
         wanted = wanted + [(name, "<f8") for name, _ in found[len(wanted) :]]
     if found != wanted:
         raise ValueError(f"/{table} must have the columns {', '.join(f'{name} ({kind})' for name, kind in wanted)}")
+    return dtype
+
+
+@lru_cache(maxsize=64)
+def _record_type(encoded: bytes) -> np.dtype:
+    """Return the NumPy type of one of HDF5: deriving it is slow, and many traces have the same."""
+    dtype: np.dtype = h5py.h5t.decode(encoded).dtype
+    return dtype
+
+
+def _n_rows(file: h5py.File, table: str, flushed: Any) -> int:
+    """Return the rows of a table that belong together."""
     if table not in (getattr(flushed, "dtype", np.dtype(int)).names or ()):
         raise ValueError(f"the attribute flushed_rows must have the rows of {table}")
-    if not 0 <= (n_rows := int(flushed[table])) <= len(dataset):
-        raise ValueError(f"flushed_rows must be 0 to {len(dataset)} for {table}, it is {n_rows}")
+    if not 0 <= (n_rows := int(flushed[table])) <= (there := len(file[table])):
+        raise ValueError(f"flushed_rows must be 0 to {there} for {table}, it is {n_rows}")
     return n_rows
 
 

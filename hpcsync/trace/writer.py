@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -148,10 +149,12 @@ class TraceWriter:
         unfinished = self.path.with_suffix(".unfinished")  # until the file is complete enough to be opened
         # Parallel file systems often refuse locks. There is no other writer, so a lock is optional.
         with naming(self.path):
-            self._file = h5py.File(unfinished, "w", locking="best-effort")
+            unfinished.write_bytes(_empty_file(tuple(tables.items())))
+            self._file = h5py.File(unfinished, "r+", locking="best-effort")
         try:
             with naming(self.path):
-                self._lay_out(tables, attributes)
+                self._datasets.update((name, self._file[name]) for name in tables)
+                self._begin(attributes)
                 if resumed_rows is not None:
                     self._copy_rows(resumed_rows)
                 self._fsync()
@@ -336,17 +339,11 @@ class TraceWriter:
             self._drop_rows()
         return min(took_s) / rows
 
-    def _lay_out(self, tables: Mapping[str, TableSchema], attributes: Mapping[str, Any]) -> None:
+    def _begin(self, attributes: Mapping[str, Any]) -> None:
         own = {"format": FORMAT, "format_version": FORMAT_VERSION, "status": "running", "tracing_overhead_s": 0.0}
         for name, value in {**attributes, **own}.items():
             if value is not None:
                 self._file.attrs[name] = value
-        for name, table in tables.items():
-            dtype = _with_enums(table.dtype)
-            chunk_rows = CHUNK_BYTES // dtype.itemsize
-            dataset = self._file.create_dataset(name, shape=(0,), maxshape=(None,), chunks=(chunk_rows,), dtype=dtype)
-            _describe(dataset, hdf5_attributes(table))
-            self._datasets[name] = dataset
         self._file.attrs["flushed_rows"] = self._flushed_rows()
         self._file.flush()
 
@@ -417,6 +414,19 @@ def _settle_elsewhere(path: Path, status: str) -> None:
     with suppress(OSError, subprocess.SubprocessError):
         argv = [sys.executable, "-c", code, str(path), status]
         subprocess.run(argv, timeout=SETTLE_S, stdin=quiet, stdout=quiet, stderr=quiet, check=False)
+
+
+@lru_cache(maxsize=8)
+def _empty_file(tables: tuple[tuple[str, TableSchema], ...]) -> bytes:
+    """Return the bytes of an HDF5 file with empty tables, made once for the many short simulations of a process."""
+    with h5py.File("empty", "w", driver="core", backing_store=False) as file:
+        for name, table in tables:
+            dtype = _with_enums(table.dtype)
+            chunk_rows = CHUNK_BYTES // dtype.itemsize
+            dataset = file.create_dataset(name, shape=(0,), maxshape=(None,), chunks=(chunk_rows,), dtype=dtype)
+            _describe(dataset, hdf5_attributes(table))
+        file.flush()
+        return file.id.get_file_image()
 
 
 def _describe(dataset: h5py.Dataset, attributes: Mapping[str, str]) -> None:
