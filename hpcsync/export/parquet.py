@@ -40,7 +40,7 @@ def schema(trace: TraceFile, table: str) -> pa.Schema:
     """Return the columns of a table of this trace with their types, descriptions and units."""
     none = trace.read(table, 0, 0)
     declared = {column.name: column for column in SCHEMA[table].columns}
-    stored = trace.file[table].attrs  # the inputs of controllers are declared there only
+    stored = trace.stored[table].dataset.attrs  # the inputs of controllers are declared there only
     fields = []
     for name in none.dtype.names or ():
         about = {

@@ -66,7 +66,7 @@ def parts(trace: Trace | TraceFile, from_s: float = 0.0, to_s: float = math.inf)
 
 def last_s(trace: TraceFile) -> float:
     """Return the largest time of the last rows of all tables, in seconds; 0 without rows."""
-    last = [trace.read(table, max(0, trace.n_rows[table] - 1))["now_s"] for table in TIMED]
+    last = [trace.read(table, max(0, trace.stored[table].n_rows - 1))["now_s"] for table in TIMED]
     return float(np.concatenate(last).max(initial=0.0))
 
 

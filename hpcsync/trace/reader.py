@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import h5py
 import numpy as np
@@ -148,33 +148,35 @@ class Trace(_Described):
         return frame
 
 
+class _Table(NamedTuple):
+    """Table in an open file: its dataset, its record type, and the rows that belong together as of the last flush."""
+
+    dataset: h5py.Dataset
+    columns: np.dtype
+    n_rows: int
+
+
 @dataclass(frozen=True)
 class TraceFile(_Described):
     """A trace in its open file, for traces too large for memory. Rows are in the order of the file.
 
     Parameters
     ----------
-    file
-        The open file.
-    columns
-        Record type of each table in the file.
-    n_rows
-        Rows of each table that belong together, as of the last flush.
+    stored
+        Tables by name.
     slice_rows
         Rows of a slice; the last slice of a table may have fewer.
     flushed
         The last flush: rows of each table and, since format version 8, their checksums.
     """
 
-    file: h5py.File
-    columns: dict[str, np.dtype]
-    n_rows: dict[str, int]
+    stored: dict[str, _Table]
     slice_rows: int
     flushed: np.void
 
     def slices(self, table: str) -> Iterator[Rows]:
         """Yield the rows of a table slice by slice; one empty slice for a table without rows."""
-        for begin in range(0, max(self.n_rows[table], 1), self.slice_rows):
+        for begin in range(0, max(self.stored[table].n_rows, 1), self.slice_rows):
             rows = self.read(table, begin, begin + self.slice_rows)
             if len(rows) and "worker" in (rows.dtype.names or ()):
                 with _reporting_damage(self.path):
@@ -190,7 +192,7 @@ class TraceFile(_Described):
         """Read all rows, and raise TraceError if they are not those that were written."""
         for table in TABLES:
             found = 0
-            for begin in range(0, max(self.n_rows[table], 1), self.slice_rows):
+            for begin in range(0, max(self.stored[table].n_rows, 1), self.slice_rows):
                 found = checksum(self._as_written(table, begin, begin + self.slice_rows), found)
             if self.checksum(table) not in (None, found):
                 raise TraceError(f"{self.path}: a damaged trace: the rows of /{table} are not those that were written")
@@ -210,14 +212,14 @@ class TraceFile(_Described):
         return checksum(rows) != written
 
     def _as_written(self, table: str, begin: int = 0, end: int | None = None) -> Rows:
-        begin, end, _ = slice(begin, end).indices(self.n_rows[table])
-        rows = np.empty(max(end - begin, 0), self.columns[table])
-        if len(rows):  # as `self.file[table][begin:end]`, which derives the record type again
+        dataset, columns, n_rows = self.stored[table]
+        begin, end, _ = slice(begin, end).indices(n_rows)
+        rows = np.empty(max(end - begin, 0), columns)
+        if len(rows):  # as `dataset[begin:end]`, which derives the record type again
             with _reporting_damage(self.path):
-                dataset = self.file[table].id
-                chosen = dataset.get_space()
+                chosen = dataset.id.get_space()
                 chosen.select_hyperslab((begin,), rows.shape)
-                dataset.read(h5py.h5s.create_simple(rows.shape), chosen, rows, dataset.get_type())
+                dataset.id.read(h5py.h5s.create_simple(rows.shape), chosen, rows, dataset.id.get_type())
         return rows
 
 
@@ -250,9 +252,8 @@ def opened(path: str | Path, slice_rows: int = SLICE_ROWS) -> Iterator[TraceFile
             flushed = values.pop("flushed_rows", None)
             attributes = {name: _shown(name, _plain(value)) for name, value in values.items()}
             _check_attributes(attributes)
-            columns = {table: _columns(file, table, attributes["format_version"]) for table in TABLES}
-            n_rows = {table: _n_rows(file, table, flushed) for table in TABLES}
-        yield TraceFile(path, attributes, file, columns, n_rows, slice_rows, flushed)
+            stored = {table: _table(file, table, flushed, attributes["format_version"]) for table in TABLES}
+        yield TraceFile(path, attributes, stored, slice_rows, flushed)
 
 
 def _check_attributes(attributes: Mapping[str, Any]) -> None:
@@ -276,8 +277,8 @@ def _check_workers(table: str, worker: Rows, n_workers: int) -> None:
         raise ValueError(f"/{table} names a worker that is none of {n_workers}")
 
 
-def _columns(file: h5py.File, table: str, version: int) -> np.dtype:
-    """Return the record type of a table. Raises ValueError if it has not the columns of its schema."""
+def _table(file: h5py.File, table: str, flushed: Any, version: int) -> _Table:
+    """Return a table. Raises ValueError if it has not the columns of its schema, or not the rows that were flushed."""
     dataset = file.get(table)
     is_table = isinstance(dataset, h5py.Dataset) and dataset.ndim == 1
     dtype: Any = _record_type(dataset.id.get_type().encode()) if is_table else np.dtype(int)
@@ -290,7 +291,11 @@ def _columns(file: h5py.File, table: str, version: int) -> np.dtype:
         wanted = wanted + [(name, "<f8") for name, _ in found[len(wanted) :]]
     if found != wanted:
         raise ValueError(f"/{table} must have the columns {', '.join(f'{name} ({kind})' for name, kind in wanted)}")
-    return dtype
+    if table not in (getattr(flushed, "dtype", np.dtype(int)).names or ()):
+        raise ValueError(f"the attribute flushed_rows must have the rows of {table}")
+    if not 0 <= (n_rows := int(flushed[table])) <= len(dataset):
+        raise ValueError(f"flushed_rows must be 0 to {len(dataset)} for {table}, it is {n_rows}")
+    return _Table(dataset, dtype, n_rows)
 
 
 @lru_cache(maxsize=64)
@@ -298,15 +303,6 @@ def _record_type(encoded: bytes) -> np.dtype:
     """Return the NumPy type of one of HDF5: deriving it is slow, and many traces have the same."""
     dtype: np.dtype = h5py.h5t.decode(encoded).dtype
     return dtype
-
-
-def _n_rows(file: h5py.File, table: str, flushed: Any) -> int:
-    """Return the rows of a table that belong together."""
-    if table not in (getattr(flushed, "dtype", np.dtype(int)).names or ()):
-        raise ValueError(f"the attribute flushed_rows must have the rows of {table}")
-    if not 0 <= (n_rows := int(flushed[table])) <= (there := len(file[table])):
-        raise ValueError(f"flushed_rows must be 0 to {there} for {table}, it is {n_rows}")
-    return n_rows
 
 
 def load(path: str | Path) -> Trace:

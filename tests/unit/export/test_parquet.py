@@ -47,7 +47,7 @@ def test_columns_say_their_unit_and_files_their_run(run: Path, tmp_path: Path) -
         exporting.write(trace, tmp_path)
         inputs = [
             name
-            for name in trace.file["decisions"].dtype.names
+            for name in trace.read("decisions").dtype.names
             if name not in {c.name for c in SCHEMA["decisions"].columns}
         ]
     schema = parquet.read_schema(tmp_path / "pushes.parquet")

@@ -144,8 +144,8 @@ def test_a_trace_in_memory_is_one_slice(path):
 
 def test_damage_of_a_slice_is_reported_in_one_line(path):
     with reader.opened(path) as trace:
-        trace.n_rows["grants"] = 3
-        trace.file.close()
+        trace.stored["grants"] = trace.stored["grants"]._replace(n_rows=3)
+        trace.stored["grants"].dataset.file.close()
         with pytest.raises(TraceError, match="trace.h5: a damaged trace: "):
             list(trace.slices("grants"))
 
@@ -307,7 +307,8 @@ def test_a_trace_of_format_version_8_is_read_audited_and_resumed(path):
         assert trace.tables["pushes"][name].tobytes() == pushes[name].tobytes()
     with reader.opened(path, slice_rows=4) as file:
         file.verify()
-        n_rows, described = dict(file.n_rows), {**file.attributes, "hosts": ""}
+        n_rows = {table: stored.n_rows for table, stored in file.stored.items()}
+        described = {**file.attributes, "hosts": ""}
     with h5py.File(path, "r+") as file:
         file.attrs["created"], file.attrs["hosts"] = "", ""
         wrong = file["updates"][:]
@@ -332,7 +333,8 @@ def test_a_trace_of_format_version_7_is_read_and_resumed(path, tmp_path):
     assert reader.load(path).tables["grants"].tobytes() == grants.tobytes()
     with reader.opened(path, slice_rows=4) as file:
         assert np.concatenate(list(file.slices("grants"))).tobytes() == grants.tobytes()
-        n_rows, described = dict(file.n_rows), {**file.attributes, "hosts": ""}
+        n_rows = {table: stored.n_rows for table, stored in file.stored.items()}
+        described = {**file.attributes, "hosts": ""}
     with h5py.File(path, "r+") as file:
         file.attrs["created"], file.attrs["hosts"] = "", ""
     with TraceWriter(path, described, resumed_rows=n_rows):
