@@ -50,8 +50,8 @@ class Between:
         if change["change"] == Change.JOINED:
             self._returns.append(change.copy())  # it is a row of a buffer that is filled again
 
-    def add(self, rows: Rows) -> None:
-        """Add the next rows."""
+    def add(self, rows: Rows) -> tuple[Rows, Rows]:
+        """Add the next rows; return those of iterations, by worker, and the time before each from the previous one."""
         rows = rows[rows["batch_size"] > 0]
         rows = rows[np.lexsort((rows["iteration"], rows["worker"]))]
         worker, begins_s = rows["worker"], rows["begin_s"]
@@ -71,3 +71,4 @@ class Between:
         for change in self._returns:
             seconds[(worker == change["worker"]) & (before_s < change["now_s"]) & (rows["end_s"] > change["now_s"])] = 0
         np.add.at(self.seconds, worker, seconds)
+        return rows, seconds

@@ -16,6 +16,7 @@ import numpy as np
 
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job, Script
+from hpcsync.report.between import Between
 from hpcsync.simulator.replayed_times import link_of
 from hpcsync.trace.reader import Trace
 from hpcsync.trace.schema import Rows
@@ -30,7 +31,8 @@ LEAST = 30  # iterations of each worker, of which the first does not count
 def computation_s(trace: Trace, job: Job, extrapolate: bool = False) -> list[Rows]:
     """Return the seconds of loading and computing of each worker's local steps, without the first iteration.
 
-    Those that were cancelled are extrapolated to their full length.
+    Those that were cancelled are extrapolated to their full length. What a worker did between two iterations, such as
+    the step of its optimizer, counts as computing of the second one.
 
     Parameters
     ----------
@@ -46,8 +48,7 @@ def computation_s(trace: Trace, job: Job, extrapolate: bool = False) -> list[Row
     JobError
         If the run had other workers or batches than the job, or too few iterations.
     """
-    rows = trace.tables["pushes" if trace.job.has_servers else "exchanges"]
-    rows = rows[rows["batch_size"] > 0]
+    rows, between_s = Between.of(trace).add(trace.tables["pushes" if trace.job.has_servers else "exchanges"])
     assert not isinstance(job.workload, Script)
     steps, share = np.ones(len(rows), int), np.ones(len(rows))
     if trace.job.has_servers:
@@ -61,7 +62,7 @@ def computation_s(trace: Trace, job: Job, extrapolate: bool = False) -> list[Row
         if others and not (extrapolate and remedy):
             measured = ", ".join(map(str, others))
             raise JobError(f"--from {trace.path}: must be of a run with {name} = {needed}, it has {measured}{remedy}")
-    seconds = (rows["load_s"] + rows["compute_s"] / share) / steps
+    seconds = (between_s + rows["load_s"] + rows["compute_s"] / share) / steps
     each = []
     for worker in range(trace.n_workers):
         own = rows["worker"] == worker

@@ -26,6 +26,7 @@ from hpcsync.simulator.measured_cluster import (
 from hpcsync.simulator.measured_time import updates_s
 from hpcsync.simulator.simulate import simulate
 from hpcsync.trace.reader import load
+from tests.unit.trace.recorder import with_rows
 
 SECONDS = [0.1, 0.1, 0.3]
 
@@ -66,6 +67,19 @@ def test_times_are_those_of_the_workers_whatever_they_waited_for(simulated, para
     each = computation_s(simulated(job(paradigm)), job())
     assert [np.median(seconds) for seconds in each] == pytest.approx(SECONDS, rel=0.06)
     assert [np.log(seconds).std() for seconds in each] == pytest.approx([0.1] * 3, rel=0.4)
+
+
+@pytest.mark.parametrize("paradigm", ["bsp", "allreduce"])
+def test_work_between_iterations_is_computation(simulated, paradigm):
+    """Each iteration of a worker begins 50 ms after what it waited for, as after the step of its optimizer."""
+    trace = simulated(job(paradigm))
+    rows = trace.tables["pushes" if paradigm == "bsp" else "exchanges"].copy()
+    for name in ("begin_s", "end_s", "now_s"):
+        rows[name] += 0.05 * rows["iteration"]
+    name = "pushes" if paradigm == "bsp" else "exchanges"
+    for of, more in ((trace, 0.0), (with_rows(trace, name, rows), 0.05)):
+        means = [seconds.mean() - more for seconds in computation_s(of, job())]
+        assert means == pytest.approx([seconds.mean() for seconds in computation_s(trace, job())], abs=1e-9)
 
 
 def test_times_of_cancelled_iterations_are_those_of_whole_ones(simulated):
