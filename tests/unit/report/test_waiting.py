@@ -50,6 +50,14 @@ def test_bsp_waits_for_the_last_push_of_each_round():
             expected_s[push["worker"], of_round["worker"][-1]] += of_round["now_s"][-1] - push["now_s"]
     np.testing.assert_allclose(waits(trace).between_s.toarray(), expected_s, atol=1e-9)
     assert (expected_s > 0).sum() > 3  # not always the same worker
+    (each,) = each_wait(trace)
+    assert each.seconds.min() > 0 and each.seconds.sum() == pytest.approx(expected_s.sum())
+    assert set(each.until_s) == set(trace.tables["updates"]["now_s"])
+
+
+def test_a_worker_that_is_blocked_when_the_run_ends_waits_for_nobody():
+    found = waits(record("dssp", jitter=0.3, stop_s=8.3))
+    assert found.ended_s.any() and not found.unknown_s.any()
 
 
 def test_a_worker_that_dies_is_waited_for():
@@ -72,16 +80,16 @@ def test_a_grant_that_a_worker_left_unused_takes_no_time_of_messages(tmp_path, p
 
 
 @pytest.mark.parametrize("n_fc", [1, 2])
-def test_waits_with_separated_layers_end_where_their_bars_end(n_fc):
+def test_waits_with_separated_layers_end_with_the_last_bar_of_their_iteration(n_fc):
     sizes = {"name": "timing", "parameters": 10, "classifier": 5, "activations": 1}
     layers = {"name": "stanza", "cut": "classifier", "fc_share": 0.5, "fc_workers": n_fc}
     trace = peer_recorder.record(layers, (1.0, 1.3, 1.1, 1.2), workload=sizes, samples=640)
     bars = intervals.bars_of(trace, intervals.iterations(trace))
-    ends_s = bars[bars["activity"] == "wait"].groupby("worker")["end_s"].agg(list)
-    found = np.concatenate([*map(np.array, each_wait(trace))], axis=1)
-    assert len(found.T) > 20
-    for until_s, worker, *_ in found.T:
-        assert np.abs(np.array(ends_s[int(worker)]) - until_s).min() < 1e-9
+    last_s = bars[bars["activity"] == "wait"].groupby(["worker", "iteration"])["end_s"].max()
+    assert len(last_s) > 20
+    found = sorted((worker, until_s) for wait in each_wait(trace) for until_s, worker in zip(*wait[:2], strict=True))
+    expected = sorted((worker, end_s) for (worker, _), end_s in last_s.items())
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-9)
 
 
 def test_another_release_is_another_cause():
@@ -126,6 +134,9 @@ def test_all_reduce_waits_for_the_last_worker_of_each_iteration(tmp_path):
     between_s = waits(trace).between_s.toarray()
     n = int(trace.tables["updates"]["version"][-1])
     np.testing.assert_allclose(between_s, [[0, 0, 0.2 * n], [0, 0, 0.1 * n], [0, 0, 0]], atol=1e-9)
+    (each,) = each_wait(trace)
+    np.testing.assert_allclose(each.until_s[each.worker == 1], 0.3 * np.arange(1, n + 1))
+    np.testing.assert_allclose(each.seconds[each.worker == 1], 0.1)
 
 
 @pytest.mark.parametrize("paradigm", ["permutation", "ring", "pull-together", "push-together", "local-sgd"])
