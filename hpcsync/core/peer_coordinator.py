@@ -326,6 +326,10 @@ class PeerCoordinator(Stateful):
         """End the run."""
         self.stopping = True
 
+    def reconsider(self, now_s: float) -> None:
+        """Note that the run resumes with another stopping rule, by which it may not be over."""
+        self.stopping = self._stop.reached(samples=self.samples, updates=self.version, seconds=now_s)
+
     def continued(self, now_s: float) -> None:
         """Note that workers that waited for a checkpoint continue with their next iterations."""
         for worker in [*self.stalls.running]:

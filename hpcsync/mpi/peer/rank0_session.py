@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from hpcsync.config.job import Job
 from hpcsync.core.peer_coordinator import PeerCoordinator
 from hpcsync.mpi.collectives.model_parts import Read
 from hpcsync.mpi.peer.monitor import Monitor
@@ -43,6 +44,8 @@ class Rank0Session(PeerSession):
         now_s = self._link.clock.now()
         if resumed is not None:
             recorder.coordinator.continued(now_s)
+            if Job.from_toml(resumed["job"]).stop != given.job.stop:
+                recorder.coordinator.reconsider(now_s)
             for worker in sorted(w for w in recorder.coordinator.active if w >= given.comm.size):
                 recorder.coordinator.left(resumed["now_s"], worker, Change.DIED)
         self._monitor = Monitor(

@@ -12,6 +12,7 @@ from mpi4py import MPI
 
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
+from hpcsync.core.peer_coordinator import PeerCoordinator
 from hpcsync.mpi.collectives.bucket_reducer import BucketReducer
 from hpcsync.mpi.peer import session as peer_session
 from hpcsync.mpi.peer.pairs import Pairing
@@ -172,6 +173,25 @@ def test_resumed_gossip_loses_nothing(comm, folder, mode):
             n_kept = np.searchsorted(after.tables[table]["now_s"], begin_s[1])
             assert after.tables[table][:n_kept].tobytes() == before.tables[table][:n_kept].tobytes()
         assert (after.tables["exchanges"]["begin_s"][n_kept + comm.size :] >= 0).all()
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("longer", [True, False], ids=["longer", "the same rule"])
+@pytest.mark.parametrize("paradigm", [ALLREDUCE, FREE["pull"]], ids=["allreduce", "pull"])
+def test_a_run_that_was_over_at_its_checkpoint_resumes_with_a_longer_rule(
+    comm, only, folder, monkeypatch, paradigm, longer
+):
+    """The rule held while the workers halted; by the same rule the run is still over."""
+    only(3)
+    this = job(paradigm, comm.size)
+    on_some(comm, this, folder / "a")
+    torn = killed(comm, folder / "a")
+    restore = PeerCoordinator.restore
+    monkeypatch.setattr(PeerCoordinator, "restore", lambda self, state: restore(self, {**state, "stopping": True}))
+    n_updates = this.stop.updates + 10 * longer
+    on_some(comm, job(paradigm, comm.size, stop={"updates": n_updates}), torn, resume=True)
+    if comm.rank == 0:
+        assert (len(load(torn / "trace.h5").tables["updates"]) >= n_updates) == longer
 
 
 @pytest.mark.once
