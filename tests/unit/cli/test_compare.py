@@ -283,18 +283,25 @@ def test_of_two_runs_of_one_job_the_newest_counts(job: Path, capsys: pytest.Capt
     assert "no probabilities: 1 common seed, at least 3 are needed" in said.out
 
 
-@pytest.mark.parametrize(("signum", "status"), [(signal.SIGTERM, 1), (signal.SIGKILL, -9)])
-def test_processes_of_a_grid(job: Path, signum: int, status: int) -> None:
-    """Two simulations at a time, as a user starts them; a signal ends them all."""
-    command = [sys.executable, "-m", "hpcsync", "compare", str(job), "--vary", TWO[0], "--simulate"]
+def as_a_user(job: Path, *arguments: str) -> subprocess.Popen[str]:
+    """Start two simulations at a time, as a user starts them."""
+    command = [sys.executable, "-m", "hpcsync", "compare", str(job), "--vary", TWO[0], "--simulate", *arguments]
     environ = {**os.environ, "COLUMNS": "80"}
-    ended = subprocess.run([*command, "--seeds", "1", "--jobs", "2"], env=environ, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
-    assert "ssp staleness=2" in ended.stdout
+    return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_processes_of_a_grid(job: Path) -> None:
+    process = as_a_user(job, "--seeds", "1", "--jobs", "2")
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert "ssp staleness=2" in out
     assert Path("runs/small-compare/bsp/seed-5.log").read_text().strip()
 
+
+@pytest.mark.parametrize(("signum", "status"), [(signal.SIGTERM, 1), (signal.SIGKILL, -9)])
+def test_a_signal_ends_all_processes_of_a_grid(job: Path, signum: int, status: int) -> None:
     endless = ["--set", "stop.updates=100000000", "--set", "stop.target_loss=1e-30", "--out", "endless"]
-    process = subprocess.Popen([*command, *endless], env=environ, stderr=subprocess.PIPE, text=True)
+    process = as_a_user(job, *endless)
     deadline_s = time.monotonic() + 60
     while not Path("endless/bsp/seed-5/trace.h5").exists() and time.monotonic() < deadline_s:
         time.sleep(0.05)
