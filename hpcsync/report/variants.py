@@ -56,7 +56,7 @@ class Row(NamedTuple):
         Difference to the fastest variant, paired by seed, in seconds; None for that variant itself, without an
         arrival of both at every common seed, and without a fastest variant.
     fastest
-        Probability of being the fastest; None with fewer than `LEAST_SEEDS` common seeds.
+        Probability of being the fastest; None with fewer than `LEAST_SEEDS` common seeds, and if none is above 0.
     samples_per_s, wait_share, staleness, wire_bytes, accuracy, loss
         Means over the runs, of the numbers of their summaries; None if a run lacks it. Accuracy and loss are final.
     """
@@ -203,7 +203,8 @@ def compare(variants: Mapping[str, Mapping[int, Summary]], condition: str = "") 
     chances: dict[str, float] = {}
     if len(common) >= LEAST_SEEDS:
         values = probabilities(np.array([[each[seed] for seed in common] for each in times.values()]))
-        chances = dict(zip(times, map(float, values), strict=True))
+        if values.any():  # else no run at a common seed has arrived, and nothing is known of any
+            chances = dict(zip(times, map(float, values), strict=True))
     rows = []
     for label, runs in variants.items():
         given = list(times[label].values())

@@ -69,6 +69,14 @@ def test_a_censored_run_never_makes_its_variant_the_fastest() -> None:
     assert both.sum() == pytest.approx(0.25, abs=0.02)
 
 
+@pytest.mark.parametrize("target", [None, "accuracy 0.9"])
+def test_where_no_run_arrives_no_probability_is_known(target: str | None) -> None:
+    none = {label: runs(None, None, None, target=target) for label in ("a", "b")}
+    assert [row.fastest for row in compare(none).rows] == [None, None]
+    once = {**none, "c": runs(1.0, 1.0, None, target=target)}  # control: with 8 of 27 samples of seeds
+    assert [row.fastest for row in compare(once).rows] == [0.0, 0.0, pytest.approx(8 / 27, abs=0.02)]
+
+
 def test_rows_of_three_variants() -> None:
     found = compare({"bsp": runs(4.0, 5.0, 6.0), "asp": runs(3.0, 4.0, 5.0), "ssp": runs(2.0, None, 2.0)})
     bsp, asp, ssp = found.rows
