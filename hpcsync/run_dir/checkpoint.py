@@ -217,9 +217,9 @@ def _refuse_shorter_trace(folder: Path, checkpoint: Path, n_rows: Mapping[str, i
 
     try:
         with opened(folder) as trace:
-            for table, found in trace.n_rows.items():
-                if found < (least := n_rows.get(table, 0)):
-                    wrong = f"{found} rows of /{table}; there must be at least the {least} of {checkpoint}"
+            for table, stored in trace.stored.items():
+                if stored.n_rows < (least := n_rows.get(table, 0)):
+                    wrong = f"{stored.n_rows} rows of /{table}; there must be at least the {least} of {checkpoint}"
                     raise JobError(f"--resume: {trace.path}: {wrong}")
     except TraceError as error:
         raise JobError(f"--resume: {error}") from None
