@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from hpcsync.core.assignments import decision_fields
 from hpcsync.paradigms.dssp import DsspOptions
 from hpcsync.paradigms.records import Problem
 from hpcsync.report import live_view
@@ -81,6 +82,20 @@ def test_a_stall_lasts_until_its_iteration_ends():
     tally.add("stalls", rows)
     assert tally.states([Phase.COMPUTING] * 3, [9, 6, 9], {0, 1, 2}) == ("computing", "stalled", "computing")
     assert tally.states([Phase.COMPUTING] * 3, [9, 7, 9], {0, 1, 2}) == ("computing",) * 3
+
+
+def test_the_latest_decision_of_each_controller_has_its_inputs():
+    trace = record("k-batches", (1.0, 2.0, 4.0, 8.0), updates=60, jitter=1.0)
+    rows, fields = trace.tables["decisions"], decision_fields(trace.job)
+    assert {*rows["controller"]} == {b"k", b"batches"}
+    for n_rows in range(len(rows) - 3, len(rows) + 1):
+        tally = RowTally(4)
+        tally.add("decisions", rows[:n_rows])
+        assert len(tally.decisions) == 2
+        for found in tally.decisions:
+            last = rows[:n_rows][rows[:n_rows]["controller"] == found.controller.encode()][-1]
+            assert (found.worker, found.chosen, found.now_s) == (last["worker"], last["chosen"], last["now_s"])
+            assert found.inputs == {name: last[name] for name in fields if not math.isnan(last[name])} != {}
 
 
 def test_times_that_elapse_are_no_decisions():
