@@ -12,8 +12,8 @@ HEAD = "worker,iteration,seconds\n"
 
 def test_times_are_by_worker_and_iteration(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
-    path.write_text("iteration,seconds,worker\n0,0.5,1\n0,1,0\n1,2e-3,0\n")
-    assert read_times(path, 2) == [[1.0, 0.002], [0.5]]
+    path.write_text("iteration,seconds,worker\n0,0.5,1\n0,1,0\n1,2e-3,0\n2,0,0\n")
+    assert read_times(path, 2) == [[1.0, 0.002, 0.0], [0.5]]
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,7 @@ def test_on_a_terminal_one_line_changes_and_is_removed_at_the_end(text, clock):
     progress.close()
     progress.close()
     assert 3 <= text.getvalue().count("1234 samples") <= 4  # at 0.3, 0.6, 0.9; rich may say the last one again
+    assert "56 updates  loss 0.25" in text.getvalue()
     assert text.getvalue().rstrip().endswith("\x1b[2K")
 
 
