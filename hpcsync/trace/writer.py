@@ -32,7 +32,7 @@ import h5py
 import numpy as np
 
 from hpcsync.paradigms.records import layout
-from hpcsync.system.atomic_files import aside, naming
+from hpcsync.system.atomic_files import aside, naming, removing
 from hpcsync.trace.schema import (
     CHECKSUM,
     ENUMS,
@@ -148,7 +148,7 @@ class TraceWriter:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(self.path))
         unfinished = self.path.with_suffix(".unfinished")  # until the file is complete enough to be opened
         # Parallel file systems often refuse locks. There is no other writer, so a lock is optional.
-        with naming(self.path):
+        with naming(self.path), removing(unfinished):
             unfinished.write_bytes(_empty_file(tuple(tables.items())))
             self._file = h5py.File(unfinished, "r+", locking="best-effort")
         try:

@@ -1,19 +1,24 @@
 """The writer: appended rows are read back, and flushed rows survive a kill."""
 
+import contextlib
 import math
 import mmap
 import os
 import random
+import re
 import signal
 import struct
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
 
+from hpcsync.system.atomic_files import NotWritten
 from hpcsync.trace import reader, writer
 from hpcsync.trace.schema import TABLES
 from hpcsync.trace.writer import FLUSH_INTERVAL_S, TraceWriter
@@ -250,18 +255,26 @@ except OSError as error:
 """
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a small disk")
+@contextlib.contextmanager
+def disk(folder: Path, size: str) -> Iterator[None]:
+    """Make a folder a disk of this size."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can make a small disk")
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("no disks can be made here")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
 @pytest.mark.parametrize(
     ("size", "rows_a_flush", "others", "least"),
     [("1m", 100, 0, 5000), ("1m", 1700, 0, 5000), ("1m", 100_000, 0, 0), ("300k", 100, 1, 0)],
 )
 def test_a_full_disk_is_one_error_and_leaves_a_trace(tmp_path, size, rows_a_flush, others, least):
     """In the last case, with five tables, the file is longer than what has been written."""
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", tmp_path], capture_output=True
-    ).returncode:
-        pytest.skip("no disks can be made here")
-    try:
+    with disk(tmp_path, size):
         argv = [sys.executable, "-c", FILL_DISK, str(tmp_path), str(rows_a_flush), str(others)]
         done = subprocess.run(argv, capture_output=True, text=True)
         assert (done.returncode, done.stdout, done.stderr) == (0, "full\n", "")
@@ -270,8 +283,13 @@ def test_a_full_disk_is_one_error_and_leaves_a_trace(tmp_path, size, rows_a_flus
         assert (seqs == np.arange(len(seqs))).all()
         assert len(seqs) >= least
         assert trace.status == "failed"
-    finally:
-        subprocess.run(["umount", tmp_path], check=True)
+
+
+def test_a_disk_without_room_for_empty_tables_is_one_error_and_leaves_no_file(tmp_path):
+    with disk(tmp_path, "16k"):
+        with pytest.raises(NotWritten, match=re.escape(f"{tmp_path}/trace.h5: No space left on device")):
+            TraceWriter(tmp_path / "trace.h5", ATTRIBUTES)
+        assert not list(tmp_path.iterdir())
 
 
 def test_after_a_failed_write_the_file_is_left_alone(path, monkeypatch):
