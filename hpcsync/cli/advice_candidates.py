@@ -39,20 +39,30 @@ def best_rates(
     return best
 
 
-def further(found: Mapping[Trained, Mapping[int, Summary]], n_seeds: int) -> list[Trained]:
-    """Return the next rates of candidates whose best one is the largest or smallest of those tried."""
+class AtAnEnd(NamedTuple):
+    """A candidate whose best rate is the largest or smallest of so many tried; `step` is the factor to the next one."""
+
+    best: Trained
+    n_tried: int
+    step: float
+
+
+def at_an_end(found: Mapping[Trained, Mapping[int, Summary]], n_seeds: int) -> list[AtAnEnd]:
+    """Return the candidates whose best rate is the largest or smallest of those tried."""
     tried: dict[str, list[float]] = {}
     for trained in found:
         tried.setdefault(trained.label, []).append(trained.factor)
-    more = []
+    ends = []
     for label, (_, best) in best_rates(found, n_seeds).items():
-        factors = tried[label]
-        if len(factors) < len(RATES) + FURTHER:
-            if best.factor == max(factors):
-                more.append(best._replace(factor=2 * best.factor))
-            elif best.factor == min(factors):
-                more.append(best._replace(factor=best.factor / 2))
-    return more
+        if best.factor in (max(tried[label]), min(tried[label])):
+            ends.append(AtAnEnd(best, len(tried[label]), 2.0 if best.factor == max(tried[label]) else 0.5))
+    return ends
+
+
+def further(found: Mapping[Trained, Mapping[int, Summary]], n_seeds: int) -> list[Trained]:
+    """Return the next rates of candidates whose best one is at an end of those tried."""
+    most = len(RATES) + FURTHER
+    return [best._replace(factor=step * best.factor) for best, n, step in at_an_end(found, n_seeds) if n < most]
 
 
 def candidate(text: str) -> Candidate:

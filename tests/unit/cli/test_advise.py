@@ -18,12 +18,12 @@ import pytest
 from rich.console import Console
 
 from hpcsync.cli import advice_trials, advise, finished_runs, report
-from hpcsync.cli.advice_candidates import FURTHER
+from hpcsync.cli.advice_candidates import FURTHER, Trained, at_an_end, further
 from hpcsync.cli.advise import Asked, main, worker_counts
 from hpcsync.config import job as jobs
 from hpcsync.config.errors import JobError
 from hpcsync.config.time_table import read_times
-from hpcsync.planning.candidates import candidates
+from hpcsync.planning.candidates import Candidate, candidates
 from hpcsync.report.advice import prediction
 from hpcsync.report.summary import beside_prediction, summarize
 from hpcsync.run_dir import layout
@@ -222,8 +222,29 @@ def test_every_candidate_has_the_same_rates_and_more_while_the_best_is_at_an_end
     }
     for label, tried in factors.items():
         assert set(advise.RATES) <= set(tried) and len(tried) <= len(advise.RATES) + FURTHER, label
-    chosen = advised(out)["lr_factors"]
+    said = advised(out)
+    chosen = said["lr_factors"]
     assert all(len(factors[label]) == 5 or min(f) < chosen[label] < max(f) for label, f in factors.items())
+    tried = factors[said["advised"]]
+    is_at_an_end = chosen[said["advised"]] in (min(tried), max(tried))
+    assert any("that was tried: a larger one may be better" in line for line in said["lines"]) == is_at_an_end
+
+
+def test_a_best_rate_at_an_end_is_followed_by_further_ones_up_to_five():
+    def found(*merits):
+        return {Trained("bsp", Candidate({"name": "bsp"}), factor): {1: loss} for factor, loss in merits}
+
+    def ends(*merits):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("hpcsync.report.variants.merit", lambda runs, n_seeds: (*runs,))
+            return [(end.best.factor, end.step) for end in at_an_end(found(*merits), 1)], [
+                trained.factor for trained in further(found(*merits), 1)
+            ]
+
+    assert ends((0.5, 3.0), (1.0, 2.0), (2.0, 1.0)) == ([(2.0, 2.0)], [4.0])
+    assert ends((0.5, 1.0), (1.0, 2.0), (2.0, 3.0)) == ([(0.5, 0.5)], [0.25])
+    assert ends((0.5, 3.0), (1.0, 1.0), (2.0, 2.0)) == ([], [])
+    assert ends((0.5, 5.0), (1.0, 4.0), (2.0, 3.0), (4.0, 2.0), (8.0, 1.0)) == ([(8.0, 2.0)], [])
 
 
 def spent_in(monkeypatch, folder, n_done=0):
