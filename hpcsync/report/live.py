@@ -219,8 +219,9 @@ class RowTally:
             self.between.add(rows)
         if table == "pushes":
             applied = rows["outcome"] == Outcome.APPLIED
-            self._staleness += self._sums(rows["worker"], rows["staleness"] * applied)
+            # Another thread reads both: in this order it never divides by zero.
             self._n_applied += self._sums(rows["worker"], applied)
+            self._staleness += self._sums(rows["worker"], rows["staleness"] * applied)
         elif table == "membership":
             for row in rows:
                 self._changes[int(row["worker"])] = Change(row["change"]).name.lower()
@@ -272,8 +273,9 @@ class RowTally:
     @property
     def shares(self) -> Rows:
         """Shares of `seconds` in each worker's time; NaN before the first iteration."""
+        seconds = np.copy(self.seconds)  # which another thread may change
         with np.errstate(invalid="ignore"):
-            return self.seconds / (self.seconds.sum(0) + self.between.seconds)
+            return seconds / (seconds.sum(0) + self.between.seconds)
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
