@@ -16,6 +16,7 @@ from matplotlib.ticker import MaxNLocator
 from hpcsync.core.batch_sizes import sizes_at_first
 from hpcsync.figures import plotting
 from hpcsync.figures.plotting import Drawing
+from hpcsync.report.aggregate import begins_allocation
 from hpcsync.trace.reader import Trace, TraceError
 
 
@@ -111,10 +112,10 @@ def steps_of_k(trace: Trace) -> pd.DataFrame:
 def steps_of_batches(trace: Trace) -> pd.DataFrame:
     """Return columns now_s, worker and batch_size, which holds from then on; the last row of each worker is the end.
 
-    An allocation is one row for every active worker, in order and directly one after the other. The others take none.
+    Workers that an allocation leaves out take none.
     """
     rows, n_workers = plotting.of_controller(trace, "batches"), trace.n_workers
-    number = ((rows["seq"].diff() != 1) | (rows["worker"].diff() <= 0)).cumsum().to_numpy()
+    number = begins_allocation(rows["seq"].to_numpy(), rows["worker"].to_numpy()).cumsum()
     now_s, sizes = np.zeros(number.max(initial=0) + 2), np.zeros((number.max(initial=0) + 2, n_workers), int)
     now_s[number], sizes[0] = rows["now_s"], sizes_at_first(trace.job)
     sizes[number, rows["worker"]] = rows["chosen"]

@@ -15,6 +15,29 @@ from hpcsync.report.between import Between
 from hpcsync.trace.reader import Trace, TraceFile
 from hpcsync.trace.schema import Outcome, Rows
 
+NO_ROW = -2, -2  # seq and worker of no row: none follows them directly
+
+
+def begins_allocation(seq: Rows, worker: Rows, before: tuple[int, int] = NO_ROW) -> Rows:
+    """Return which rows of /decisions about batches begin an allocation.
+
+    An allocation is one row for every active worker, in order and directly one after the other.
+
+    Parameters
+    ----------
+    seq, worker
+        Columns of the rows, each of shape (n_rows,).
+    before
+        `seq` and `worker` of the row before these; by default there is none.
+
+    Returns
+    -------
+    numpy.ndarray
+        bool, shape (n_rows,).
+    """
+    begins: Rows = (np.diff(seq, prepend=before[0]) != 1) | (np.diff(worker, prepend=before[1]) <= 0)
+    return begins
+
 
 class Tally:
     """Sums, counts and maxima of a trace: scalars of the run, and arrays of shape (n_workers,).
@@ -77,7 +100,7 @@ class Tally:
         self.ks = [] if k is None else [k]
         self.batch_size = None if trace.job.batches.policy == "equal" else sizes_at_first(trace.job)
         self._allocation = np.zeros(n_workers, np.int64)  # number of the last one of each worker
-        self._last_row = -1, -1  # seq and worker of the last row of an allocation
+        self._last_row = NO_ROW  # seq and worker of the last row of an allocation
         self.chosen = {name: np.full(n_workers, np.nan) for name in ("local-steps", "share", "ratio")}
         self.began_s: dict[int, float] = {}
         self.commits = self.paradigm.commits_at_first
@@ -164,12 +187,10 @@ class Tally:
         self._add_allocations(rows[rows["controller"] == b"batches"])
 
     def _add_allocations(self, rows: Rows) -> None:
-        """Add allocations; each is one row for every active worker, in order and directly one after the other."""
         if self.batch_size is None or not len(rows):
             return
         seq, worker = rows["seq"], rows["worker"]
-        begins = np.diff(seq, prepend=self._last_row[0]) != 1
-        begins |= np.diff(worker, prepend=self._last_row[1]) <= 0
+        begins = begins_allocation(seq, worker, self._last_row)
         self.batch_size[worker] = rows["chosen"]
         self._allocation[worker] = self._allocation.max() + np.cumsum(begins)
         self._last_row = int(seq[-1]), int(worker[-1])
