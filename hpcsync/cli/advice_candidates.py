@@ -47,22 +47,23 @@ class AtAnEnd(NamedTuple):
     step: float
 
 
-def at_an_end(found: Mapping[Trained, Mapping[int, Summary]], n_seeds: int) -> list[AtAnEnd]:
-    """Return the candidates whose best rate is the largest or smallest of those tried."""
+def at_an_end(found: Mapping[Trained, Mapping[int, Summary]], n_seeds: int) -> dict[str, AtAnEnd]:
+    """Return the candidates whose best rate is the largest or smallest of those tried, by label."""
     tried: dict[str, list[float]] = {}
     for trained in found:
         tried.setdefault(trained.label, []).append(trained.factor)
-    ends = []
+    ends = {}
     for label, (_, best) in best_rates(found, n_seeds).items():
-        if best.factor in (max(tried[label]), min(tried[label])):
-            ends.append(AtAnEnd(best, len(tried[label]), 2.0 if best.factor == max(tried[label]) else 0.5))
+        for end, step in ((max, 2.0), (min, 0.5)):
+            if best.factor == end(tried[label]):
+                ends[label] = AtAnEnd(best, len(tried[label]), step)
     return ends
 
 
-def further(found: Mapping[Trained, Mapping[int, Summary]], n_seeds: int) -> list[Trained]:
+def further(ends: Mapping[str, AtAnEnd]) -> list[Trained]:
     """Return the next rates of candidates whose best one is at an end of those tried."""
     most = len(RATES) + FURTHER
-    return [best._replace(factor=step * best.factor) for best, n, step in at_an_end(found, n_seeds) if n < most]
+    return [best._replace(factor=step * best.factor) for best, n, step in ends.values() if n < most]
 
 
 def candidate(text: str) -> Candidate:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hpcsync.cli.advice_candidates import Trained, at_an_end, best_rates, candidate, further, label_of, stem
+from hpcsync.cli.advice_candidates import AtAnEnd, Trained, at_an_end, best_rates, candidate, further, label_of, stem
 from hpcsync.cli.advice_trials import BudgetSpent, Trials
 from hpcsync.cli.report import check_text
 from hpcsync.config import job as jobs
@@ -116,7 +116,7 @@ class _Adviser:
         self._left_out: dict[str, str] = {}
         self._noted: dict[int, dict[str, Any]] = {}  # what came of each trial, by number
         self._link_share = 0.0  # of a synchronous iteration
-        self._ends: dict[str, float] = {}  # candidates whose best rate is at an end of those tried: factor to the next
+        self._ends: dict[str, AtAnEnd] = {}  # candidates whose best rate is at an end of those tried
         self._trace: Trace | None = None
         times: list[Any] = []
         if asked.measured is not None:
@@ -170,9 +170,10 @@ class _Adviser:
                     best = [trained for _, trained in best_rates(found, n_seeds).values()]
                     last = Found(Trial(n + 1, share, limit_s, n_seeds), {trained: found[trained] for trained in best})
                     self._note(last)
-                    rates, about = further(found, n_seeds) if n == 0 else [], "further learning rates"
+                    rates, about = [], "further learning rates"
                     if n == 0:
-                        self._ends = {end.best.label: end.step for end in at_an_end(found, n_seeds)}
+                        self._ends = at_an_end(found, n_seeds)
+                        rates = further(self._ends)
                 assert last is not None, "there are candidates"
                 if not is_last:
                     every = self._best(last, KEPT[n], reference)
@@ -292,8 +293,8 @@ class _Adviser:
         if advice.advised is not None:
             predicted, said = self._predict(chosen[advice.advised], last)
             lines.append(said)
-            if advice.advised in self._ends:
-                end, beyond = ("largest", "larger") if self._ends[advice.advised] > 1 else ("smallest", "smaller")
+            if (at := self._ends.get(advice.advised)) is not None:
+                end, beyond = ("largest", "larger") if at.step > 1 else ("smallest", "smaller")
                 factor = f"{factors[advice.advised]:g} times the job's"
                 lines.append(f"Its learning rate, {factor}, is the {end} that was tried: a {beyond} one may be better.")
             job_file = self._out / "advised.toml"

@@ -237,9 +237,8 @@ def test_a_best_rate_at_an_end_is_followed_by_further_ones_up_to_five():
     def ends(*merits):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("hpcsync.report.variants.merit", lambda runs, n_seeds: (*runs,))
-            return [(end.best.factor, end.step) for end in at_an_end(found(*merits), 1)], [
-                trained.factor for trained in further(found(*merits), 1)
-            ]
+            at = at_an_end(found(*merits), 1)
+        return [(end.best.factor, end.step) for end in at.values()], [trained.factor for trained in further(at)]
 
     assert ends((0.5, 3.0), (1.0, 2.0), (2.0, 1.0)) == ([(2.0, 2.0)], [4.0])
     assert ends((0.5, 1.0), (1.0, 2.0), (2.0, 3.0)) == ([(0.5, 0.5)], [0.25])
