@@ -13,6 +13,7 @@ from typing import Any
 from hpcsync.config.job import Job
 from hpcsync.version import __version__
 
+_version = cache(metadata.version)  # it parses a file
 _HASH = re.compile("[0-9a-f]{40}([0-9a-f]{24})?")  # SHA-1 or SHA-256
 
 
@@ -47,9 +48,6 @@ def provenance(job: Job, *, engine: str, mpi_library: str | None, hosts: list[st
         "torch_version": _version("torch"),
         "h5py_version": _version("h5py"),
     }
-
-
-_version = cache(metadata.version)  # it parses a file
 
 
 def git_commit(folder: Path) -> str:

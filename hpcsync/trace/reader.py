@@ -163,7 +163,7 @@ class TraceFile(_Described):
     Parameters
     ----------
     stored
-        Tables by name.
+        Dataset, record type and number of rows of each table, by its name.
     slice_rows
         Rows of a slice; the last slice of a table may have fewer.
     flushed
