@@ -3,9 +3,9 @@
     python tests/trouble.py --trials 100 --seed 1
 
 A trial starts a run under one of the paradigms, waits for a random step of its start and a random time, and sends
-SIGTERM, SIGINT or SIGKILL to `hpcsync`, to the MPI launcher, or to a rank. Afterwards every process must be gone within
-`GONE_S`, no temporary folder and no segment of shared memory may be left, the trace must be settled and pass its audit,
-and the run must resume, finish and pass its audit again. Needs root, for a /dev/shm of its own. The same seed makes the
+SIGTERM, SIGINT or SIGKILL to `hpcsync`, to the MPI launcher, or to a rank. Afterwards every process must soon be
+gone, no temporary folder and no segment of shared memory may be left, the trace must be settled and pass its audit, and
+the run must resume, finish and pass its audit again. Needs root, for a /dev/shm of its own. The same seed makes the
 same choices, not the same run.
 """
 
@@ -38,7 +38,7 @@ from hpcsync.system.process_cleanup import PROXY
 from hpcsync.trace.reader import TraceError, load
 from tests.runs.processes import MARK, Program, hpcsync
 
-GONE_S = 5.0
+GONE_S = 5.0  # on a machine with free cores
 LIMIT_S = 120.0  # for a step to come, for a trial to end by itself unless said otherwise, and for a run that resumes
 LATEST_S = 1.5  # after a step has begun
 MEMORY = Path("/dev/shm")
@@ -189,8 +189,8 @@ def gone(program: Program) -> bool:
     return program.process.poll() is not None and not program.left()
 
 
-def examined(trial: Trial, folder: Path, place: Place, *, resumes: bool, limit_s: float) -> Found:
-    """Carry out a trial in this folder; one that does not end by itself is ended after the limit."""
+def examined(trial: Trial, folder: Path, place: Place, *, resumes: bool, gone_limit_s: float, limit_s: float) -> Found:
+    """Carry out a trial in this folder; one that does not end by itself is ended after `limit_s`."""
     out, temporary = folder / "out", folder / "tmp"
     temporary.mkdir(parents=True)
     (folder / "job.toml").write_text(job(trial.paradigm))
@@ -203,8 +203,8 @@ def examined(trial: Trial, folder: Path, place: Place, *, resumes: bool, limit_s
         moment = hit(program, trial)
         gone_s = wait(lambda: gone(program), limit_s)
         # The launcher's daemons on other hosts, which have no mark, end a moment later and remove their folders.
-        wait(lambda: not place.segments() - memory, GONE_S - gone_s)
-        if gone_s > GONE_S:
+        wait(lambda: not place.segments() - memory, gone_limit_s)
+        if gone_s > gone_limit_s:
             wrong.append(f"gone after {gone_s:.1f} s, while a core was {slowness():.1f} times slower than alone")
         if moment.endswith("too late") and program.process.returncode:
             wrong.append("ended by itself")
@@ -284,6 +284,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--hosts", type=int, default=0, help="ranks on so many network namespaces, at 1 Gbit/s")
     parser.add_argument("--no-resume", action="store_true", help="do not resume what can be resumed")
+    parser.add_argument("--gone", type=float, default=GONE_S, help="seconds in which every process must be gone")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for a trial to end by itself")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no trial after this time")
     given = parser.parse_args()
@@ -312,7 +313,8 @@ def main() -> int:
             if time.monotonic() - begin_s > given.seconds:
                 break
             here = folder / str(number)
-            found = examined(trial, here, place, resumes=not given.no_resume, limit_s=given.limit)
+            resumes = not given.no_resume
+            found = examined(trial, here, place, resumes=resumes, gone_limit_s=given.gone, limit_s=given.limit)
             longest_s, bad = max(longest_s, found.gone_s), bad + bool(found.wrong)
             counts.update(["trials", f"during {found.moment}", f"trace {found.trace}", *["resumed"] * found.resumed])
             counts.update(f"wrong: {wrong.split(':')[0].split(' after')[0]}" for wrong in found.wrong)

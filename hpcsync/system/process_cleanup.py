@@ -32,8 +32,11 @@ MEMORY = Path("/dev/shm")
 TOPOLOGIES = Path("/tmp")
 PROXY = "hydra_pmi_proxy"  # of MPICH's launcher
 
-# Names of segments: Open MPI's with the host, MPICH's, and the semaphores of Python's multiprocessing.
-SEGMENT = re.compile(rf"(sm_segment|vader_segment)\.{re.escape(platform.node())}\.|mpich_shm_|mpich_shar_tmp|sem\.mp-")
+# Names of segments: Open MPI's with the host (those of windows, osc, only until all ranks have attached them), MPICH's,
+# and the semaphores of Python's multiprocessing.
+SEGMENT = re.compile(
+    rf"(sm_segment|vader_segment|osc_sm|osc_rdma)\.{re.escape(platform.node())}\.|mpich_shm_|mpich_shar_tmp|sem\.mp-"
+)
 ATTACHED = re.compile(rf" {MEMORY}/mpich_shm_\w+$")  # in /proc/PID/maps, where "(deleted)" follows an unlinked name
 
 

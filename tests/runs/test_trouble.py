@@ -13,6 +13,7 @@ from random import Random
 
 import pytest
 
+from tests.runs.processes import GONE_S
 from tests.trouble import Trial
 
 pytestmark = [
@@ -35,7 +36,7 @@ def trouble(*arguments: object, **variables: str) -> subprocess.CompletedProcess
 
 
 def test_whatever_is_killed_nothing_is_left_and_the_run_resumes() -> None:
-    ended = trouble("--trials", TRIALS, "--seed", SEED)
+    ended = trouble("--trials", TRIALS, "--seed", SEED, "--gone", GONE_S)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ended.stdout.count(": ok\n") == TRIALS
 

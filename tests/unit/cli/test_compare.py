@@ -292,7 +292,7 @@ def as_a_user(job: Path, *arguments: str) -> subprocess.Popen[str]:
 
 def test_processes_of_a_grid(job: Path) -> None:
     process = as_a_user(job, "--seeds", "1", "--jobs", "2")
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=200)
     assert process.returncode == 0, err
     assert "ssp staleness=2" in out
     assert Path("runs/small-compare/bsp/seed-5.log").read_text().strip()

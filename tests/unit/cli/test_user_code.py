@@ -47,7 +47,7 @@ def job(tmp_path: Path) -> Path:
 
 
 def said(job: Path, *arguments: object) -> str:
-    done = subprocess.run(hpcsync(*arguments), cwd=job.parent, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(hpcsync(*arguments), cwd=job.parent, capture_output=True, text=True, check=False, timeout=200)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -71,7 +71,7 @@ def test_an_audit_finds_the_module_in_the_current_folder(job: Path) -> None:
     (job.parent / "mine.py").write_text(TRAINED)
     said(job, "simulate", job, "--out", "run")
     line = [sys.executable, "-P", "-m", "hpcsync", "audit", "run", "--recompute"]
-    done = subprocess.run(line, cwd=job.parent, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(line, cwd=job.parent, capture_output=True, text=True, check=False, timeout=200)
     assert done.returncode == 0, done.stderr
     assert f"importing the workload from module mine ({job.parent / 'mine.py'})" in done.stdout
 
@@ -129,7 +129,7 @@ def test_a_mistake_in_a_workload_is_one_line_with_the_user_s_part_of_the_traceba
     if name == "late":
         job.write_text(job.read_text().replace("every_samples = 4", "every_samples = 0"))
     argv = hpcsync("simulate", job, "--out", "o")
-    done = subprocess.run(argv, cwd=job.parent, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(argv, cwd=job.parent, capture_output=True, text=True, check=False, timeout=200)
     assert done.returncode == status, done.stderr
     first, *below = done.stderr.splitlines() or [None]
     assert first == line if line is None else first is not None and first.startswith(line)

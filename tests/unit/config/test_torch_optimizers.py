@@ -61,5 +61,5 @@ def test_without_the_source_of_torch_the_ranks_check(path: Path, monkeypatch: py
 def test_torch_is_not_imported(path: Path) -> None:
     code = "import sys; from hpcsync.config.job import load; load(sys.argv[1], ['optimizer.momentum=1']); "
     code += "print('torch' in sys.modules); import torch; print('torch' in sys.modules)"
-    ended = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True, timeout=100)
+    ended = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True, timeout=200)
     assert ended.stdout.split() == ["False", "True"]

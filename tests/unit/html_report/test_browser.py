@@ -49,7 +49,7 @@ def measured(folder: Path, *views: tuple[str, int]) -> list[Measured]:
     assert BROWSER is not None
     flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}"]
     command = [BROWSER, *flags, "--dump-dom", file.as_uri()]
-    dom = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True).stdout
     found = re.search(r"measured: (.*) end", dom)
     assert found, dom[-500:]
     return [Measured(**each) for each in json.loads(html.unescape(found[1]))]

@@ -114,7 +114,7 @@ def run(folder: Path, module: str | None, *commands: str) -> str:
         (added / "tether.py").write_text(module)
     (folder / "job.toml").write_text(JOB)
     arguments = [sys.executable, "-c", PROGRAM, str(added), ";".join(commands)]
-    ended = subprocess.run(arguments, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
+    ended = subprocess.run(arguments, cwd=folder, capture_output=True, text=True, timeout=200, check=False)
     return ended.stdout + ended.stderr
 
 

@@ -76,7 +76,8 @@ def test_only_segments_that_nobody_uses_are_removed(tmp_path, monkeypatch):
     time.sleep(0.02)
     since_ns = time.time_ns()
     time.sleep(0.02)
-    left = [tmp_path / name for name in ("mpich_shm_1", f"sm_segment.{host}.0.1.0", "sem.mp-abc")]
+    names = ("mpich_shm_1", f"sm_segment.{host}.0.1.0", f"osc_sm.{host}.10730001.0.8", "sem.mp-abc")
+    left = [tmp_path / name for name in names]
     kept = [tmp_path / name for name in ("mpich_shm_open", "mpich_shm_mapped", "users", "sm_segment.other.0.1.0")]
     for path in (*left, *kept):
         path.write_bytes(b"x")

@@ -30,7 +30,7 @@ def ended(code: str, *numbers: int) -> tuple[int, str]:
     for number in numbers:
         process.send_signal(number)
         time.sleep(0.05)  # two of a kind at once are one
-    out, _ = process.communicate("go on\n", timeout=20)
+    out, _ = process.communicate("go on\n", timeout=200)
     return process.returncode, out.strip()
 
 

@@ -27,7 +27,7 @@ def without_a_reader(*arguments: str) -> subprocess.CompletedProcess[str]:
     os.close(read)
     try:
         return subprocess.run(
-            [sys.executable, *arguments], stdout=write, stderr=subprocess.PIPE, text=True, check=False, timeout=60
+            [sys.executable, *arguments], stdout=write, stderr=subprocess.PIPE, text=True, check=False, timeout=200
         )
     finally:
         os.close(write)
@@ -53,7 +53,7 @@ def test_one_with_plain_output_does_not() -> None:
 
 def test_a_reader_that_stays_reads_everything() -> None:
     line = [sys.executable, "-c", FORGIVING.format(status=0)]
-    program = subprocess.run(line, capture_output=True, text=True, check=False, timeout=60)
+    program = subprocess.run(line, capture_output=True, text=True, check=False, timeout=200)
     assert (program.returncode, program.stdout, program.stderr) == (0, "0\n1\n2\n", "to its end False\n")
 
 
@@ -67,7 +67,7 @@ def test_a_command_ends_without_a_message(arguments: tuple[str, ...]) -> None:
 def test_a_program_comes_to_its_end_if_the_disk_is_full(status: int, expected: int) -> None:
     line = [sys.executable, "-c", FORGIVING.format(status=status)]
     with open("/dev/full", "w") as full:
-        program = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=60)
+        program = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=200)
     message = "hpcsync: standard output: No space left on device\n"
     assert (program.returncode, program.stderr) == (expected, f"to its end False\n{message}")
 
@@ -77,18 +77,18 @@ def test_closed_standard_streams_are_replaced_before_another_file_gets_their_num
     code = "import os; from hpcsync.system.standard_output import prepare; "
     code += ("prepare(); " if opens else "") + "os._exit(os.open('/dev/null', os.O_RDONLY) == 1)"
     line = ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-c", code]
-    assert subprocess.run(line, check=False, timeout=60).returncode == (not opens)
+    assert subprocess.run(line, check=False, timeout=200).returncode == (not opens)
 
 
 def test_a_command_needs_no_standard_output() -> None:
     line = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-m", "hpcsync", "launch", "-n", "1", "true"]
-    assert subprocess.run(line, check=False, timeout=60).returncode == 0
+    assert subprocess.run(line, check=False, timeout=200).returncode == 0
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
 def test_characters_that_the_encoding_lacks_are_escaped(encoding: str) -> None:
     code = "from hpcsync.system.standard_output import prepare; prepare(); print('\\u2192 \\udcff')"
     environ = {**os.environ, "PYTHONIOENCODING": encoding}
-    program = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, check=False, timeout=60)
+    program = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, check=False, timeout=200)
     arrow = "\u2192" if encoding == "utf-8" else "\\u2192"
     assert (program.returncode, program.stdout.decode()) == (0, f"{arrow} \\udcff\n")

@@ -251,8 +251,8 @@ def test_hooks_and_settings_are_the_processs_again():
 
 def test_ranks_sleep_at_the_same_time():
     begin_s = time.perf_counter()
-    run(8, lambda comm: time.sleep(0.1))
-    assert time.perf_counter() - begin_s < 0.5
+    run(8, lambda comm: time.sleep(0.5))
+    assert time.perf_counter() - begin_s < 3
 
 
 @pytest.mark.parametrize("words", [True, False])
