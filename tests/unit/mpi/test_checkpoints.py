@@ -302,9 +302,12 @@ def test_the_trace_is_continuous_across_a_restart(comm, needs, folder, paradigm)
 @pytest.mark.once
 @pytest.mark.parametrize("forgets", [False, True], ids=["", "without-points"])
 def test_a_search_that_waits_for_an_evaluation_is_resumed(comm, only, folder, monkeypatch, forgets):
-    """The first checkpoint begins when all workers have stopped; without what the search has seen it is the control."""
+    """The first checkpoint begins when all workers have stopped; without what the search has seen it is the control.
+
+    Nothing has been seen at the end of the first trial if the evaluation with which the run begins is still running.
+    """
     only(3)
-    save_once(monkeypatch, lambda coordinator: bool(coordinator.version and not coordinator.computing))
+    save_once(monkeypatch, lambda coordinator: bool(coordinator._paradigm._points and not coordinator.computing))
     never = {"updates": 10**6, "keep": 9}
     this = job("adsp", 2, stop={"updates": 60}, checkpoint=never).model_dump(exclude_none=True) | {"paradigm": SEARCH}
     this = Job.from_table(this)
