@@ -66,10 +66,12 @@ def uneven():
 def test_a_wrong_weight(paradigm):
     trace = record(paradigm, jitter=0.3)
     assert failed(trace) == set()
-    for row in np.flatnonzero(trace.tables["pushes"]["outcome"] == Outcome.APPLIED)[[0, 7, -1]]:
+    applied = np.flatnonzero(trace.tables["pushes"]["outcome"] == Outcome.APPLIED)
+    for row, phase in zip(applied[[0, 7, -1]], ("bsp", "bsp", "asp"), strict=True):
+        name = f"under {phase}: {WEIGHTS}" if paradigm == "sync-switch" else OF_COMMITS.get(paradigm, WEIGHTS)
         weight = trace.tables["pushes"]["weight"][row]
         for other in (weight * (1 + 1e-8), 0.0):
-            assert failed(edit(trace, "pushes", row, weight=other)) == {OF_COMMITS.get(paradigm, WEIGHTS)}
+            assert failed(edit(trace, "pushes", row, weight=other)) == {name}
 
 
 @pytest.mark.parametrize("paradigm", ["k-sync", "k-async", "ssp"])

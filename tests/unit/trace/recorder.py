@@ -50,6 +50,7 @@ PARADIGMS = {
     "k-async": 'name = "k-async"\nk = 2\nstaleness_max = 1\nstaleness_weight = "inverse"',
     "k-batch-async": 'name = "k-batch-async"\nk = 2',
     "adaptive": 'name = "k-async"\nk = "min"',
+    "sync-switch": 'name = "sync-switch"\nplateau = 0.5\nwindow = 3',
     "batches": f'name = "bsp"\n{BATCHES}',
     "adsp": 'name = "adsp"\ncheck_period_s = 3\ninterval_min_s = 0.5\nsearch_every_s = 10',
     "ashl": f"{ASHL}\n{TOP_K}",
