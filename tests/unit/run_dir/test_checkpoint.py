@@ -161,6 +161,31 @@ def test_a_run_without_its_trace_is_refused_before_any_rank_starts(tmp_path, dam
         checkpoint.resumed(tmp_path)
 
 
+def test_a_trace_whose_end_is_lost_resumes_once_it_has_its_length(tmp_path):
+    path = tmp_path / layout.TRACE
+    with TraceWriter(path, ATTRIBUTES) as trace:
+        for version in range(1, 500):
+            trace.append("updates", (version, float(version), 1, 0.1, version, 0.5))
+        trace.sync()
+        flushed, at_checkpoint = trace.flushed(), path.stat().st_size
+        for version in range(500, 5000):
+            trace.append("updates", (version, float(version), 1, 0.1, version, 0.5))
+    store, size = Checkpoints(tmp_path, 2, None, shared=True), path.stat().st_size
+    store.begin(1)
+    store.write(1, RUN, run_state(trace_rows=flushed))
+    store.commit(1)
+    os.truncate(path, at_checkpoint)
+    with pytest.raises(JobError, match=f"truncated: it has {at_checkpoint:,} of {size:,} bytes$"):
+        checkpoint.resumed(tmp_path)
+    os.truncate(path, size)
+    assert checkpoint.resumed(tmp_path) is not None
+    with TraceWriter(path, ATTRIBUTES, resumed_rows=flushed):
+        pass
+    trace = load(path)
+    assert trace.tables["updates"]["version"].tolist() == list(range(1, 500))
+    assert not trace.altered
+
+
 @pytest.mark.parametrize("changes", [False, True])
 def test_rows_that_change_before_a_run_resumes_are_found_after_it(tmp_path, changes):
     path, flushed = tmp_path / layout.TRACE, traced(tmp_path)
