@@ -244,10 +244,7 @@ def test_settle_waits_for_a_rank_that_dies(path, monkeypatch, patience_s):
     monkeypatch.setattr(reader, "DYING_S", patience_s)
     with h5py.File(path, "r+") as file:
         file.attrs["status"] = "running"
-    holds = "import h5py, sys; f = h5py.File(sys.argv[1], 'r+'); print(flush=True); sys.stdin.read(1)"
-    argv = [sys.executable, "-c", holds, str(path)]
-    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as rank:
-        rank.stdout.readline()
+    with held(path) as rank:
         with ThreadPoolExecutor() as pool:
             settled = pool.submit(reader.settle, path, "failed")
             time.sleep(0.3)
@@ -256,8 +253,22 @@ def test_settle_waits_for_a_rank_that_dies(path, monkeypatch, patience_s):
             if patience_s:
                 assert settled.result()
             else:
-                with pytest.raises(TraceError, match="cannot be opened: Resource temporarily unavailable"):
+                with pytest.raises(TraceError, match="another process uses it"):
                     settled.result()
+
+
+def test_the_trace_of_a_run_under_way_is_refused(path):
+    with held(path), pytest.raises(TraceError, match=r"trace.h5: another process uses it; `hpcsync watch` shows a run"):
+        reader.load(path)
+
+
+def held(path):
+    """Return a process that has the file open as a rank has that writes it, until its standard input ends."""
+    holds = "import h5py, sys; f = h5py.File(sys.argv[1], 'r+'); print(flush=True); sys.stdin.read(1)"
+    argv = [sys.executable, "-c", holds, str(path)]
+    rank = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    rank.stdout.readline()
+    return rank
 
 
 def test_settle_without_a_file_is_no_error(tmp_path):
