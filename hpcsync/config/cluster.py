@@ -19,9 +19,9 @@ from hpcsync.config.time_table import read_times
 SECONDS = "a number of at least 0, or a list of them, one per worker"
 Seconds = Annotated[float | tuple[float, ...], one_or_each(float, lambda x: x >= 0, SECONDS)]
 
-# Part of an iteration's time, at the job's batch size, that is independent of the number of samples.
+# fixed_share: part of an iteration's time, at the job's batch size, that is independent of the number of samples.
+# backward_share: part of it, at its end, in which the gradient becomes complete from its end to its beginning.
 Fraction = Annotated[float, Field(ge=0, le=1)]
-# Part of an iteration's time, at its end, in which the gradient becomes complete from its end to its beginning.
 
 
 class Constant(Table):
@@ -149,7 +149,7 @@ def absences(events: Iterable[ClusterEvent]) -> list[tuple[float, float]]:
         if event.change == "leave":
             since_s = min(since_s, at_s)
         elif since_s >= at_s:
-            raise ValueError(f"worker {event.worker} has not left before {at_s:g} s")
+            raise ValueError(f"worker {event.worker} must leave before it joins at {at_s:g} s")
         else:
             found.append((since_s, at_s))
             since_s = math.inf
@@ -341,23 +341,27 @@ class Cluster(Table):
 
     @model_validator(mode="after")
     def _joins_make_sense(self) -> Self:
-        joins = [i for i, event in enumerate(self.events) if event.change == "join"]
+        joins = [(i, event) for i, event in enumerate(self.events) if event.change == "join"]
         of_each: list[list[ClusterEvent]] = [[] for _ in range(self.workers)]
         for event in self.events if joins else ():
             of_each[event.worker].append(event)
-        for i in joins:
-            event, key = self.events[i], f"cluster.events[{i}]"
+        timed: list[tuple[int, int, float]] = []
+        for i, event in joins:
+            key = f"cluster.events[{i}]"
             if event.at_s is None:
                 raise JobError(f'{key}.at_iteration = {event.at_iteration}: must be at_s with change = "join"')
             if any(other.change == "leave" and other.at_s is None for other in of_each[event.worker]):
                 raise JobError(f'{key}.change = "join": worker {event.worker} must leave at_s, not at_iteration')
-            try:
-                away = [absences(events) for events in of_each]
-            except ValueError as error:
-                raise JobError(f'{key}.change = "join": {error}') from None
-            if all(_is_away(away[w], event.at_s) for w in range(self.workers) if w != event.worker):
+            timed.append((i, event.worker, event.at_s))
+        try:
+            away = [absences(events) for events in of_each]
+        except ValueError as error:
+            raise JobError(f"cluster.events: {error}") from None
+        for i, worker, at_s in timed:
+            if all(_is_away(away[w], at_s) for w in range(self.workers) if w != worker):
                 raise JobError(
-                    f"{key}.at_s = {event.at_s:g}: must be while another worker is active: the run ends when none is"
+                    f"cluster.events[{i}].at_s = {at_s:g}: must be while another worker is active: the run ends when "
+                    "none is"
                 )
         return self
 

@@ -193,10 +193,10 @@ def test_a_worker_is_away_from_leaving_to_joining_or_until_it_first_joins(events
     ("events", "message"),
     [
         ([{"worker": 1, "at_iteration": 3, "change": "join"}], "[0].at_iteration = 3: must be at_s with change = "),
-        ([join(1, 0)], '[0].change = "join": worker 1 has not left before 0 s'),
-        ([join(1, 3), join(1, 5)], '[0].change = "join": worker 1 has not left before 5 s'),
-        ([leave(1, 3), join(1, 5), join(1, 6)], '[1].change = "join": worker 1 has not left before 6 s'),
-        ([leave(1, 3), join(1, 3)], '[1].change = "join": worker 1 has not left before 3 s'),
+        ([join(1, 0)], ": worker 1 must leave before it joins at 0 s"),
+        ([join(1, 3), join(1, 5)], ": worker 1 must leave before it joins at 5 s"),
+        ([join(0, 3), leave(1, 3), join(1, 5), join(1, 6)], ": worker 1 must leave before it joins at 6 s"),
+        ([leave(1, 3), join(1, 3)], ": worker 1 must leave before it joins at 3 s"),
         (
             [{"worker": 1, "at_iteration": 3, "change": "leave"}, join(1, 3)],
             '[1].change = "join": worker 1 must leave at_s, not at_iteration',
