@@ -42,7 +42,7 @@ def candidates(n_workers: int, iteration_s: float, link_share: float = 0.0) -> l
     link_share
         Share of it that its transfers take. From `LINK_SHARE` on, compressed ones are candidates too.
     """
-    some = sorted({max(1, n_workers // 2), n_workers - 1})  # k, fewer than all
+    some = sorted({n_workers // 2, n_workers - 1})  # k, fewer than all
     paradigms: list[dict[str, Any]] = [
         {"name": "allreduce"},
         {"name": "bsp"},

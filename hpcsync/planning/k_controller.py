@@ -125,9 +125,8 @@ def most_throughput(times_s: Sequence[float]) -> tuple[int, float]:
     throughput : float
         Contributions a second with it.
     """
-    throughputs = [k / time_s if time_s > 0 else math.inf for k, time_s in enumerate(times_s, start=1)]
-    most = max(throughputs)
-    return max(k for k, throughput in enumerate(throughputs, start=1) if throughput == most), most
+    most, k = max((k / time_s if time_s > 0 else math.inf, k) for k, time_s in enumerate(times_s, start=1))
+    return k, most
 
 
 class KController(Stateful):

@@ -93,8 +93,7 @@ def ratios(profiles: Sequence[WorkerProfile], steps: Sequence[int], preset: floa
         At least `preset`; 1 for a worker that has time for a whole push, or whose push takes no time.
     """
     rest_s = [one.iteration_s * n + one.encode_s + one.pull_s for one, n in zip(profiles, steps, strict=True)]
-    least = min(cost * preset, 1.0)
-    last_s = max(rest + one.push_s * least for one, rest in zip(profiles, rest_s, strict=True))
+    last_s = max(rest + one.push_s * (cost * preset) for one, rest in zip(profiles, rest_s, strict=True))
     times = [(last_s - rest, one.push_s) for one, rest in zip(profiles, rest_s, strict=True)]
     # Below `preset` only by a rounding error.
     return [max(left_s / (cost * push_s), preset) if left_s < push_s else 1.0 for left_s, push_s in times]

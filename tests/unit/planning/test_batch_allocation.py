@@ -178,6 +178,8 @@ half_as_fast = {0: Estimate(0.0, 1.0), 1: Estimate(0.0, 1.0), 2: Estimate(0.0, 1
 
 
 def test_at_first_as_equal_as_can_be():
+    assert batches(1).sizes == [128]
+    assert batches(2, minimum=64, maxima=[64, 64]).sizes == [64, 64]
     assert batches(total=130).sizes == [33, 33, 32, 32]
     assert batches(total=130, maxima=[10, NO_LIMIT, NO_LIMIT, NO_LIMIT]).sizes == [10, 40, 40, 40]
 
@@ -194,6 +196,8 @@ def test_an_allocation_after_the_interval_has_its_inputs():
     ]
     assert allocation.sizes == [16, 16, 16, 8]
     assert len(Allocator.decision_fields) == 4
+    swapped = {**half_as_fast, 0: Estimate(0.0, 2.0), 3: Estimate(0.0, 1.0)}
+    assert [one.size for one in push_all(allocation, swapped, rounds=3)] == [8, 16, 16, 16], "an interval later"
 
 
 @pytest.mark.parametrize(("gain_min", "changes"), [(0.0, True), (0.1, True), (0.14, False)])
@@ -220,7 +224,7 @@ def test_nothing_is_allocated_before_everyone_is_known():
     allocation = batches(2, 12, interval=2)
     for _ in range(20):
         assert allocation.pushed(0, Estimate(0.0, 1.0)) == []
-        assert allocation.pushed(1, Estimate(math.nan, math.nan)) == []
+        assert allocation.pushed(1, Estimate(0.0, math.nan)) == []
     told = allocation.pushed(1, Estimate(0.0, 2.0))
     assert [(one.worker, one.size) for one in told] == [(0, 8), (1, 4)]
 

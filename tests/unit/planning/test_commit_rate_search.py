@@ -33,6 +33,8 @@ def test_a_reward_worked_out_by_hand():
     assert reward((0.0, 1.0, 2.0), (3.0, 2.0, 5 / 3), 2.7) == pytest.approx(17 / 3)
     # The target is met at the last point.
     assert reward((0.0, 1.0, 2.0), (3.0, 2.0, 5 / 3), 5 / 3) == pytest.approx(1 / 2)
+    # On a straight line 2.7 is reached at 0.3, in whatever unit.
+    assert reward((0.0, 1.0, 2.0), (3e100, 2e100, 1e100), 2.7e100) == pytest.approx(1 / 0.3)
 
 
 @PROPERTY
@@ -67,16 +69,18 @@ def test_nearly_straight_lines_are_no_trouble(slope, bend):
         ((0.0, 1.0, 2.0), (3.0, math.inf, 1.0), 0.5),
         ((0.0, 1.0, 1.0), (3.0, 2.0, 2.0), 0.5),  # two points at the same time
         ((0.0, 1.0, 1.0), (3.0, 2.0, 1.0), 0.5),
+        ((1.0, 1.0, 2.0), (3.0, 2.0, 1.0), 1.5),
         ((0.0, 1.0, 2.0), (3.0, 3.0, 3.0), 0.5),
         ((0.0, 1.0, 2.0), (3.0, 2.0, 2.0), 0.5),
+        ((0.0, 1.0, 2.0), (3.0, 3.0, 2.0), 0.5),
         ((0.0, 1.0, 2.0), (1.0, 2.0, 3.0), 0.5),
         ((0.0, 1.0, 2.0), (3.0, 1.0, 2.0), 0.5),
         ((0.0, 1.0, 2.0), (3.0, 3.5, 1.0), 2.0),  # a pole between the points
-        ((0.0, 1.0, 2.0), (3.0, 2.0, 5 / 3), 3.0),  # reached from the start
-        ((0.0, 1.0, 2.0), (3.0, 2.0, 5 / 3), 1.0),  # the curve's d
+        ((1.0, 2.0, 3.0), (3.0, 2.0, 5 / 3), 3.0),  # reached from the start
+        ((0.0, 1.0, 3.0), (3.0, 2.0, 1.5), 1.0),  # the curve's d
         ((0.0, 1.0, 2.0), (3.0, 2.0, 5 / 3), 0.5),
         ((0.0, 1.0, 2.0), (-1.0, -2.0, -2.5), 0.5),  # reached from the start
-        ((0.0, 1.0, 2.0), (3e200, 2e200, 1e200), 2.7e200),
+        ((1.0, 2.0, 3.0), (3e200, 2e200, 1e200), 2.7e200),
     ],
 )
 def test_invalid_points_have_the_lowest_reward(times_s, losses, loss_target):
@@ -88,6 +92,7 @@ def test_the_target_of_a_search_stays_until_it_is_passed():
     for loss in (8.0, 5.0, 4.5, 4.0, 0.9):
         targets.append(halved(targets[-1], loss))
     assert targets[1:] == [4.0, 4.0, 4.0, 2.0, 0.5]
+    assert halved(math.nan, 0.0) == 0.0
     assert halved(math.nan, -1.0) == -0.5 > -1.0, "which no loss comes down to: such losses need a target"
 
 

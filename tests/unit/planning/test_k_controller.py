@@ -86,6 +86,7 @@ def test_throughput_may_want_the_stragglers_that_state_leaves_out():
     """Two workers of 1 s and two of 1.6 s: 2 contributions a second with k = 2, and 2.5 with k = 4."""
     times_s = [1.0, 1.0, 1.6, 1.6]
     assert most_throughput(times_s) == (4, 2.5)
+    assert most_throughput([0.0, 0.0, 1.0]) == (2, math.inf)
     by_state, by_throughput = new("state", 4), new("throughput", 4)
     feed(by_state, rounds=100, times_s=times_s)
     assert feed(by_throughput, rounds=100, times_s=times_s) == []
@@ -101,6 +102,9 @@ def test_by_throughput_stuck_workers_do_not_count_and_unknown_ones_are_like_the_
     assert feed(controller, rounds=40, times_s=[1.0, 1.0, 1.0, None], version=40) == []
     changes = feed(controller, rounds=40, times_s=[1.0, 1.0, 1.0, None], version=80, reads=lambda v: [v, v, v, 60])
     assert [k for _, k, _ in changes] == [3]
+    # In ascending order the times are 1, 4, 4 and 5, with the median in place of the unknown one.
+    (change,) = feed(new("throughput", 4), rounds=20, times_s=[4.0, None, 1.0, 5.0])
+    assert (change[2]["k_throughput"], change[2]["throughput"]) == (1, 1.0)
     with pytest.raises(ValueError, match="distinct workers"):
         new("throughput", distinct=False)
 
@@ -261,8 +265,10 @@ def test_by_loss_k_follows_the_closed_form_of_the_smoothed_loss():
 
 def test_the_first_loss_is_the_mean_of_one_for_each_worker():
     controller = new("loss", 4)
-    for loss in (4.0, NAN, 3.0, math.inf, 2.0, 1.0):
+    for loss in (4.0, NAN, 3.0, math.inf, 2.0):
         controller.pushed(0, 1.0, loss)
+    assert math.isnan(controller._loss) and math.isnan(controller._loss_start)
+    controller.pushed(0, 1.0, 1.0)
     assert (controller._loss, controller._loss_start) == (2.5, 2.5)
     controller.pushed(0, 1.0, 0.5)
     assert (controller._loss, controller._loss_start) == (2.5 - 2 * LOSS_BETA, 2.5)

@@ -169,6 +169,14 @@ def test_fixed_time_is_forgotten_when_sizes_stay():
 # The worker's side
 
 
+class Seen(LastValue):
+    """Keeps what it has observed last."""
+
+    def observe(self, speed, iteration_s=math.inf):
+        super().observe(speed, iteration_s)
+        self.last = speed, iteration_s
+
+
 def test_in_proportion_everything_is_the_samples():
     estimator = Estimator(Smoothing(), tell_fixed=False)
     assert estimator.observe(10, 2.0, 7.0) == Estimate(0.0, 0.2)
@@ -193,6 +201,13 @@ def test_the_estimate_is_right_at_all_sizes_once_the_fixed_part_is_known(make):
     assert by_both.seconds(20) == pytest.approx(0.001 + 0.01 + 0.01 * 20 / 32, rel=0.02)
     assert by_both.seconds(60) == pytest.approx(0.001 + 0.01 + 0.01 * 60 / 32, rel=0.05)
     assert by_samples.seconds(60) > 1.1 * by_both.seconds(60)
+
+
+def test_the_predictor_observes_speeds_of_the_first_size_and_the_time_of_the_whole_iteration():
+    estimator = Estimator(seen := Seen(), tell_fixed=True)
+    for n in (first := int(changing[0]), *map(int, changing), 20):
+        estimator.observe(n, 0.01 + 0.01 * n / 32, 0.001)
+    assert seen.last == pytest.approx((first / (0.01 + 0.01 * first / 32), 0.011 + 0.01 * 20 / 32), rel=0.02)
 
 
 @pytest.mark.parametrize("values", [(0, 1.0, 0.0), (1, math.nan, 0.0), (1, 1.0, -1.0), (1, 1.0, math.inf)])

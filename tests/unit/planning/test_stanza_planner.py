@@ -233,7 +233,10 @@ def test_of_equals_the_one_with_fewer_fc_workers(monkeypatch):
     monkeypatch.setattr(stanza_planner, "stanza_s", lambda _, __, groups, *rest: at[groups.n_fc])
     plan = choose(sized(1, 1, 1), Link(1.0, 0.0), 4)
     assert (plan.best.n_fc, plan.margin) == (1, 0.0)
-    at[2] = 1.999
+    at[1] = at[2] = 0.0
+    plan = choose(sized(1, 1, 1), Link(1.0, 0.0), 4)
+    assert (plan.best.n_fc, plan.best.samples_per_s, plan.margin) == (1, math.inf, 0.0)
+    at.update({1: 3.0, 2: 1.999})
     assert choose(sized(1, 1, 1), Link(1.0, 0.0), 4).best.n_fc == 2, "the control"
 
 
@@ -283,5 +286,6 @@ def test_the_others_use_as_many_nodes():
     assert [row.batches for row in (dedicated, sharded, ring)] == [9, 10, 10]
     assert dedicated.n_bytes == parameter_server_bytes(profile, 9) == ring_bytes(profile, 10) == ring.n_bytes
     assert dedicated.link_bytes == 9 * profile.shape.model_bytes and ring.link_bytes == sharded.link_bytes
+    assert all((row.n_fc, row.label_bytes) == (0, 0) for row in (dedicated, sharded, ring))
     assert ring.samples_per_s == 10 * 32 / ring.seconds
     assert sharded.seconds < ring.seconds, "fewer latencies"
