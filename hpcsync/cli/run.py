@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,8 +60,12 @@ def run(
     JobError or LaunchError
         Before any rank starts.
     """
-    with lock.releasing():
+    from hpcsync.run_dir import status_file
+
+    with lock.releasing(), ExitStack() as ending:
         attempt = _run(path, overrides, ranks, out, resume, oversubscribe=oversubscribe, log=log)
+        if attempt.restarts_in is not None:
+            ending.callback(status_file.settle, attempt.restarts_in, "failed")  # unless another start has an end
         in_vain = 0
         while (folder := attempt.restarts_in) is not None:
             in_vain = 0 if attempt.made_checkpoint else in_vain + 1
@@ -115,7 +119,7 @@ def _run(
     with ending_at_once():
         from hpcsync.export import loggers
         from hpcsync.run_dir import checkpoint as checkpoints
-        from hpcsync.run_dir import layout
+        from hpcsync.run_dir import layout, status_file
 
         loggers.check(log)
 
@@ -155,11 +159,14 @@ def _run(
                 for parent in missing:
                     parent.rmdir()
     began = _inode(folder / layout.TRACE) not in (None, trace_before)  # a run that resumes writes another file
-    status, died = _concluded(folder, ended, began=began)
+    restarts = job.cluster.on_death == "restart" and ended.signum is None
+    status, died = _concluded(folder, ended, began=began, may_restart=restarts)
     newest = checkpoints.newest(folder)
-    if died and ended.signum is None and job.cluster.on_death == "restart":
+    if died and restarts:
         made = checkpoints.number_of(newest) > checkpoints.number_of(None if before is None else before.checkpoint)
         return _Attempt(status, n_ranks, folder, newest is not None, made)
+    if restarts:
+        status_file.settle(folder, "failed")
     if newest is not None and status not in (0, 2) and ended.status != TO_BE_RESUMED:
         print(f"hpcsync: use --resume to resume from {newest}", file=sys.stderr)
     return _Attempt(status)
@@ -172,7 +179,7 @@ def _inode(path: Path) -> int | None:
     return None
 
 
-def _concluded(folder: Path, ended: launcher.Ended, *, began: bool) -> tuple[int, bool]:
+def _concluded(folder: Path, ended: launcher.Ended, *, began: bool, may_restart: bool) -> tuple[int, bool]:
     """Settle what the ranks of a run have left; return the exit status, and whether a rank was killed.
 
     If they have not begun a trace, that of an earlier start stays as it is.
@@ -190,7 +197,8 @@ def _concluded(folder: Path, ended: launcher.Ended, *, began: bool) -> tuple[int
         return 2 if ended.status == 2 else 1, killed
     if ended.status == TO_BE_RESUMED:
         return 1 if ended.signum == signal.SIGINT else TO_BE_RESUMED, False
-    before = unfinished.close(folder, "failed" if ended.signum is None else "interrupted")
+    status = "failed" if ended.signum is None else "interrupted"
+    before = unfinished.close(folder, status, may_restart=may_restart)
     return TO_BE_RESUMED if ended.signum == signal.SIGTERM else 1, killed or before == "running"
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from hpcsync.run_dir import checkpoint, layout, status_file
 
 
-def close(folder: Path, status: str) -> str | None:
+def close(folder: Path, status: str, *, may_restart: bool = False) -> str | None:
     """Write the status of a run into its trace and status file, if the ranks could not, and print where the trace is.
 
     Parameters
@@ -18,6 +18,8 @@ def close(folder: Path, status: str) -> str | None:
         Folder of the run.
     status
         "failed" or "interrupted".
+    may_restart
+        Whether its ranks may be started again: the status file then stays as it is, so that who watches it waits.
 
     Returns
     -------
@@ -27,7 +29,8 @@ def close(folder: Path, status: str) -> str | None:
     from hpcsync.trace.reader import TraceError, settle  # not where runs end well: it imports h5py
 
     trace = folder / layout.TRACE
-    status_file.settle(folder, status)
+    if not may_restart:
+        status_file.settle(folder, status)
     try:
         if before := settle(trace, status):
             print(f"hpcsync: {status}; the trace so far is {trace}", file=sys.stderr)

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
@@ -207,6 +207,12 @@ class TraceWriter:
         """Return the number of rows of each table in the file, and their checksums, as `flushed_rows` has them."""
         return self._n_rows | {f"{table}{CHECKSUM}": crc32 for table, crc32 in self._checksums.items()}
 
+    def written(self) -> Iterator[tuple[str, Rows]]:
+        """Yield the rows in the file with their tables' names, in slices, as an observer would have seen them."""
+        for table in _membership_first(self._datasets):
+            for begin in range(0, self._n_rows[table], COPIED_ROWS):
+                yield table, self._datasets[table][begin : min(begin + COPIED_ROWS, self._n_rows[table])]
+
     def describe(self, attributes: Mapping[str, Any]) -> None:
         """Add root attributes that only became known during the run; the next flush writes them."""
         if self._writable:
@@ -348,8 +354,8 @@ class TraceWriter:
         self._file.flush()
 
     def _write_rows(self) -> None:
-        for table, buffer in sorted(self._buffers.items(), key=lambda item: item[0] != "membership"):
-            if buffer.used:
+        for table in _membership_first(self._buffers):
+            if (buffer := self._buffers[table]).used:
                 begin, end = self._n_rows[table], self._n_rows[table] + buffer.used
                 dataset = self._datasets[table]
                 dataset.resize((end,))
@@ -395,6 +401,10 @@ class TraceWriter:
         flushed = self.flushed()
         fields = [(name, "<u4" if name.endswith(CHECKSUM) else "<i8") for name in flushed]
         return np.array(tuple(flushed.values()), fields)
+
+
+def _membership_first(tables: Iterable[str]) -> list[str]:
+    return sorted(tables, key=lambda table: table != "membership")
 
 
 def _nowhere() -> IO[bytes]:

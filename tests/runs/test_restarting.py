@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 
 import pytest
 
 from hpcsync.audit.trace_audit import audit
+from hpcsync.run_dir.status_file import read
 from hpcsync.system import launcher
 from hpcsync.trace.reader import Trace, load
 from tests.runs.processes import ended, hpcsync, mpiexec, started
@@ -63,8 +65,12 @@ def test_a_run_of_which_a_rank_is_killed_starts_again(tmp_path: Path, paradigm: 
     write(tmp_path, paradigm)
     with started(hpcsync("run", "job.toml", "--out", "out"), tmp_path) as run:
         run.wait_for(lambda _: (tmp_path / "out" / "checkpoints" / "1").exists())
-        run.rank(1).send_signal(signal.SIGKILL)
-        assert run.status == 0, run.err
+        with started(hpcsync("watch", "out", "--json"), tmp_path) as watch:
+            watch.wait_for(lambda watch: watch.out)
+            run.rank(1).send_signal(signal.SIGKILL)
+            assert run.status == 0, run.err
+            assert watch.status == 0, watch.err
+            assert json.loads(watch.out.splitlines()[-1])["status"] == "finished"
     n = 4 if paradigm == "bsp" else 3
     assert run.err.count(f"hpcsync: restarting {n} of {n} ranks\n") == 1
     assert "use --resume" not in run.err
@@ -79,6 +85,7 @@ def test_a_run_that_dies_again_and_again_ends(tmp_path: Path) -> None:
     assert run.status == 1
     assert run.err.count("hpcsync: restarting 4 of 4 ranks\n") == 2
     assert "hpcsync: died 3 times without a new checkpoint: not restarted\n" in run.err
+    assert read(tmp_path / "out").status == "failed"
 
 
 @pytest.mark.once

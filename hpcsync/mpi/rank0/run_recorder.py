@@ -109,6 +109,8 @@ class RunRecorder(Generic[C]):
         self._log = None if given.log is None else ScalarLog(given.log, folder, job)
         self.trace.observer = self._observe
         if resumed is not None:
+            for table, rows in self.trace.written():
+                self._status.tally.add(table, rows)
             self.coordinator.restore(resumed["coordinator"])
             if self.evaluator is not None and resumed["evaluated"] is not None:
                 self.evaluator.resume(resumed["evaluated"], self.coordinator.samples)

@@ -6,7 +6,10 @@ import pytest
 
 from hpcsync.cli import run as cli
 from hpcsync.cli.run import _Attempt
+from hpcsync.run_dir import unfinished
+from hpcsync.run_dir.status_file import read
 from hpcsync.system.allocation import Left
+from tests.unit.run_dir.test_status_file import writer
 
 FOLDER = Path("runs/mine")
 FINISHED = _Attempt(0)
@@ -54,3 +57,19 @@ def test_fewer_ranks_without_a_checkpoint_would_begin_another_job(starts, capsys
     status, made = starts([died(4, has_checkpoint=False, made_checkpoint=False), FINISHED], 3)
     assert (status, len(made)) == (1, 1)
     assert capsys.readouterr().err == "hpcsync: 3 of 4 ranks are left, and no checkpoint: not restarted\n"
+
+
+@pytest.mark.parametrize("n_left", [4, 3])
+def test_who_watches_waits_until_it_is_not_restarted(tmp_path, monkeypatch, n_left):
+    monkeypatch.chdir(tmp_path)
+    FOLDER.mkdir(parents=True)
+    made, _ = writer(FOLDER)
+    made.close("running")
+    assert unfinished.close(FOLDER, "failed", may_restart=True) is None
+    seen = []
+    monkeypatch.setattr(cli.allocation, "left", lambda n: seen.append(read(FOLDER).status) or Left(n_left, {}))
+    monkeypatch.setattr(cli, "_run", lambda *_, **__: seen.append(read(FOLDER).status) or next(ends))
+    ends = iter([died(4, has_checkpoint=False), FINISHED])
+    cli.run(Path("job.toml"), [], 4, None)
+    assert seen == ["running"] * (3 if n_left == 4 else 2)
+    assert (seen[-1], read(FOLDER).status) == ("running", "failed")

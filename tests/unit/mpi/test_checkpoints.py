@@ -21,7 +21,8 @@ from hpcsync.core.coordinator import Coordinator
 from hpcsync.mpi.rank0.checkpointing import Checkpointer
 from hpcsync.mpi.server.leader import Leader
 from hpcsync.mpi.server.shard import Shard
-from hpcsync.run_dir import checkpoint, layout
+from hpcsync.report.summary import summarize
+from hpcsync.run_dir import checkpoint, layout, status_file
 from hpcsync.run_dir.checkpoint_files import read_manifest, read_part
 from hpcsync.trace.reader import load
 from hpcsync.trace.schema import Change
@@ -297,6 +298,10 @@ def test_the_trace_is_continuous_across_a_restart(comm, needs, folder, paradigm)
             assert after.tables[table][kept].tobytes() == before.tables[table][: kept.sum()].tobytes()
         assert 7 <= len(after.tables["updates"][after.tables["updates"]["now_s"] < starts["now_s"][1]]) < UPDATES
         assert after.tables["clocks"]["start"].tolist() == [0] * comm.size + [1] * comm.size
+        shown, expected = status_file.read(torn).workers, summarize(after).workers
+        for name, whole in (("staleness", "staleness_mean"), ("wait", "wait_share"), ("compute", "compute_share")):
+            values = getattr(shown, name), [getattr(worker, whole) for worker in expected]
+            np.testing.assert_allclose(*np.array(values, float), atol=0.001)
 
 
 @pytest.mark.once
