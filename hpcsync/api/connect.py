@@ -353,11 +353,8 @@ def join(
     from hpcsync.mpi.transport.window_selection import place
 
     job.refuse_ranks(comm.size, resumes=before is not None)
-    if before is not None and before.n_peers is not None and comm.size > before.n_peers:
-        raise JobError(
-            f"--resume: {comm.size} ranks were started; must be at most {before.n_peers}, as {before.checkpoint} has "
-            "workers"
-        )
+    if before is not None:
+        before.refuse_ranks(comm.size)
     parameters = None if isinstance(optimizer, OptimizerSpec) else _parameters(optimizer, model)
     check_model(job, model, "model", parameters=parameters)
     _refuse_differences(comm, job, model)

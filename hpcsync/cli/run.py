@@ -130,6 +130,8 @@ def _run(
         job = layout.job_of(path, overrides, ranks, before)
         n_ranks = ranks or job.cluster.ranks
         job.refuse_ranks(n_ranks, resumes=before is not None)
+        if before is not None:
+            before.refuse_ranks(n_ranks)
         _check(path, job, overrides, resumes=resume)
         if not oversubscribe:
             _refuse_crowd(job, ranks)

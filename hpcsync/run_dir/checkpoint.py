@@ -70,14 +70,28 @@ class Resumed:
         The checkpoint.
     job
         The job with which the run began.
-    n_peers
-        Without servers, the number of active workers in the checkpoint. None with servers, where missing workers
-        join again.
+    active
+        Workers that are active in the checkpoint; none if the run was over.
     """
 
     checkpoint: Path
     job: Job
-    n_peers: int | None
+    active: frozenset[int]
+
+    def refuse_ranks(self, n_ranks: int) -> None:
+        """Raise JobError if the run cannot resume with this number of ranks.
+
+        Without servers workers cannot join again. With servers they can while another one is active.
+        """
+        started = f"--resume: {n_ranks} rank{'s were' if n_ranks > 1 else ' was'} started; must be"
+        if not self.job.has_servers:
+            if n_ranks > len(self.active):
+                raise JobError(f"{started} at most {len(self.active)}, as {self.checkpoint} has workers")
+        elif self.active and n_ranks <= (first := self.job.cluster.servers + min(self.active)):
+            raise JobError(
+                f"{started} at least {first + 1}: in {self.checkpoint} the workers before worker {min(self.active)} "
+                "have left, and a run ends without an active worker"
+            )
 
 
 class Checkpoints:
@@ -206,7 +220,8 @@ def resumed(folder: Path) -> Resumed | None:
     except StateError as error:
         raise JobError(f"--resume: {checkpoint / part}: {error}") from None
     _refuse_shorter_trace(folder, checkpoint, run.trace_rows)
-    return Resumed(checkpoint.absolute(), job, None if job.has_servers else len(coordinator.active))
+    active = () if job.has_servers and coordinator.stopping else coordinator.active
+    return Resumed(checkpoint.absolute(), job, frozenset(active))
 
 
 def _refuse_shorter_trace(folder: Path, checkpoint: Path, n_rows: Mapping[str, int]) -> None:

@@ -16,8 +16,11 @@ import pytest
 import torch
 
 from hpcsync.config.errors import JobError
+from hpcsync.core.assignments import create_paradigm
+from hpcsync.core.coordinator import NoRecorder, coordinate
 from hpcsync.run_dir import checkpoint, checkpoint_files, layout
 from hpcsync.run_dir.checkpoint import RUN, Checkpoints
+from hpcsync.state import plain
 from hpcsync.system.atomic_files import NotWritten
 from hpcsync.trace.reader import load
 from hpcsync.trace.writer import TraceWriter
@@ -121,6 +124,32 @@ def test_a_folder_that_cannot_be_created_or_renamed_is_named(tmp_path):
     (tmp_path / "checkpoints" / "1" / "in the way").mkdir(parents=True)
     with pytest.raises(NotWritten, match=r"/checkpoints/1\.unfinished: Directory not empty$"):
         store.commit(1)
+
+
+# ---- the ranks of a run that resumes ----
+
+
+@pytest.mark.parametrize(
+    ("away", "stops", "least"), [((), False, 2), ((1, 2), False, 2), ((0, 1), False, 4), ((0, 1), True, 2)]
+)
+def test_a_run_resumes_only_with_a_worker_that_is_active(tmp_path, away, stops, least):
+    """Others join while there is one."""
+    job = make_job(cluster={"workers": 3})
+    coordinator = coordinate(job, create_paradigm(job), NoRecorder())
+    for worker in away:
+        coordinator.left(0.5, worker)
+    if stops:
+        coordinator.stop(0.5)
+    store = Checkpoints(tmp_path, 2, None, shared=True)
+    store.begin(1)
+    store.write(1, RUN, run_state(job, coordinator=plain(coordinator.state())))
+    store.commit(1)
+    before = checkpoint.resumed(tmp_path)
+    for n_ranks in range(2, least):
+        with pytest.raises(JobError, match=rf"^--resume: {n_ranks} ranks were started; must be at least {least}: in "):
+            before.refuse_ranks(n_ranks)
+    for n_ranks in range(least, 5):
+        before.refuse_ranks(n_ranks)
 
 
 # ---- the trace of a run that resumes ----
