@@ -9,6 +9,8 @@ import math
 import numpy as np
 import pytest
 
+from hpcsync.audit.peer_recount import PeerRecount
+from hpcsync.audit.stanza import batches_are_of_the_groups
 from hpcsync.audit.trace_audit import audit
 from hpcsync.config.job import Script
 from hpcsync.paradigms.records import ALL_PEERS
@@ -131,6 +133,9 @@ def test_batches_of_a_script_are_equal():
     script = trace.job.model_copy(update={"workload": Script(name="script")})
     of_script = dataclasses.replace(trace, attributes={**trace.attributes, **attributes(script)})
     assert failing(of_script) == set()
+    run = PeerRecount(of_script)
+    run.steps = run.steps[run.steps["worker"] == 1]  # that of a batch is known from a worker with two, too
+    assert batches_are_of_the_groups(run, of_script.job.groups).passed
     row = find(of_script, worker=3, iteration=3)
     assert failing(edit(of_script, "exchanges", row, batch_size=5)) == {BATCHES, BYTES, SAMPLES}
     assert failing(edit(of_script, "exchanges", row, loss=0.5)) == set()  # a script may report any loss

@@ -315,6 +315,11 @@ def test_others_go_on(paradigm: dict[str, Any]) -> None:
     assert Job.from_toml(job.to_toml()).cluster.on_death == "continue"
 
 
+def test_all_workers_may_be_the_fewest() -> None:
+    assert cluster(workers_min=4).cluster.workers_min == 4
+    assert error(workers_min=5) == "cluster.workers_min = 5: must be at most cluster.workers = 4"
+
+
 def test_servers_on_the_nodes_of_workers() -> None:
     assert not Cluster().colocated
     assert Cluster(servers=3, workers=3, colocated=True).colocated
