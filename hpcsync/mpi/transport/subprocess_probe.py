@@ -22,7 +22,7 @@ from typing import IO, Any
 
 from hpcsync.system import gpu_selection, launcher, process_cleanup
 
-LIMIT_S = 60.0
+LIMIT_S = 120.0  # two ranks that load torch on busy cores need a minute
 BUSY_S = 0.5
 ERROR = re.compile(r"(Error|Exception)\b")  # in the last line of a traceback
 
