@@ -137,7 +137,7 @@ class TraceWriter:
         self._buffers = {name: _Buffer(_with_enums(table.dtype)) for name, table in tables.items()}
         self._n_waiting = 0  # rows in the buffers
         self._append_s = self._time_append()
-        self._flush_s = 0.0
+        self._spent_s = 0.0  # on all flushes, and on appending the rows that they have written
         self._flushed_at_s = 0.0
         self._n_rows = dict.fromkeys(tables, 0)
         self._checksums = dict.fromkeys(tables, 0)  # of the rows in the file
@@ -181,7 +181,7 @@ class TraceWriter:
                 if same_format:
                     self._checksums[table] = n_rows.get(f"{table}{CHECKSUM}", self._checksums[table])
                 self._n_rows[table] = n_rows[table]
-            self._flush_s = before.attrs["tracing_overhead_s"]
+            self._spent_s = float(before.attrs["tracing_overhead_s"])
             self._file.attrs["created"] = before.attrs["created"]
             hosts = [*before.attrs["hosts"].split(","), *self._file.attrs["hosts"].split(",")]
             self._file.attrs["hosts"] = ",".join(dict.fromkeys(hosts))
@@ -285,7 +285,7 @@ class TraceWriter:
                 self._file.flush()
                 self._write_progress()
                 self._file.flush()
-        self._flush_s += time.perf_counter() - begin_s
+        self._spent_s += time.perf_counter() - begin_s
 
     def close(self, status: str = "finished") -> None:
         """Flush, set the trace's final status and close the file. A second call does nothing.
@@ -314,8 +314,7 @@ class TraceWriter:
     @property
     def tracing_overhead_s(self) -> float:
         """Seconds that tracing has cost the deciding server so far."""
-        n_rows = sum(self._n_rows.values()) + self._n_waiting
-        return self._flush_s + n_rows * self._append_s
+        return self._spent_s + self._n_waiting * self._append_s
 
     def __enter__(self) -> Self:
         return self
@@ -365,6 +364,7 @@ class TraceWriter:
                     self.observer(table, buffer.rows[: buffer.used])
                 self._n_rows[table] = end
                 buffer.used = 0
+        self._spent_s += self._n_waiting * self._append_s
         self._n_waiting = 0
 
     @contextmanager

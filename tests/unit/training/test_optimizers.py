@@ -1,5 +1,7 @@
 """Optimizers by name."""
 
+import inspect
+
 import pytest
 import torch
 
@@ -16,6 +18,7 @@ def test_a_spec_builds_its_optimizer(name):
     optimizer = OptimizerSpec(name, 0.25).build(parameter())
     assert type(optimizer) is ELEMENTWISE[name]
     assert optimizer.param_groups[0]["lr"] == 0.25
+    assert bool(optimizer.param_groups[0].get("fused")) == ("fused" in inspect.signature(type(optimizer)).parameters)
 
 
 def test_building_an_unknown_name_names_those_that_are_allowed():
