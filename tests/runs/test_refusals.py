@@ -77,6 +77,28 @@ def test_a_loop_that_forgets_the_shard_is_told_in_one_line(tmp_path: Path, parad
     assert program.err.count("\n") == 1, program.err
 
 
+AFTER_THE_LOOP = """
+import torch, hpcsync
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+with hpcsync.connect(model, optimizer, out="out") as sync:
+    for x in sync.shard(torch.ones(64, 3), batch_size=4):
+        optimizer.zero_grad()
+        loss = model(x).mean()
+        loss.backward()
+        optimizer.step()
+    print(loss.item())
+"""
+
+
+def test_an_exception_on_a_server_after_its_empty_loop_says_that_it_is_a_server(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(AFTER_THE_LOOP)
+    program = ended(hpcsync("launch", "-n", "2", "--", "python", "train.py"), cwd=tmp_path)
+    assert program.status == 1
+    assert "NameError: name 'loss' is not defined" in program.err
+    assert "\nhpcsync: rank 0 is a server: sync.shard yields no batch there, so what the loop" in program.err
+
+
 def test_a_folder_that_holds_a_trace_is_refused_among_ranks_too(tmp_path: Path) -> None:
     (tmp_path / "trace.h5").write_bytes(b"precious")
     settings = (*SMALL, "--set", "cluster={workers=1}")

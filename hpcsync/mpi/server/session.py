@@ -113,6 +113,7 @@ class FollowerSession(LinkedSession):
         )
         if state is not None:
             self._link.buffers.restore(state["buffers"])
+        self._has_served = False
 
     def _on_shard(self) -> OptimizerFactory:
         """Return the optimizer of this server's shard."""
@@ -125,6 +126,7 @@ class FollowerSession(LinkedSession):
         loading.refuse(asked.dataset, asked.batch_size, sharded=asked.sharded)
         if not self._shard.finished:
             self._serve()
+        self._has_served = True
         return iter(())
 
     def _n_batches(self, asked: Asked) -> int:
@@ -136,6 +138,14 @@ class FollowerSession(LinkedSession):
 
     def _kept_pieces(self) -> list[Any]:
         return self._shard.store.kept_pieces()
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if self._has_served and isinstance(error, Exception):
+            error.add_note(
+                f"hpcsync: rank {self.rank} is a server: sync.shard yields no batch there, so what the loop over it "
+                "assigns or counts is missing after it. Use that on workers only (if sync.worker is not None)."
+            )
+        super().__exit__(kind, error, trace)
 
     def _serve(self) -> None:
         follow(self._link, self._shard)
