@@ -4,6 +4,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import h5py
 import numpy as np
@@ -136,6 +137,18 @@ def test_slices_end_with_the_last_whole_flush(path):
         assert [len(rows) for rows in trace.slices("pushes")] == [4, 4, 1]
 
 
+@pytest.mark.parametrize(("worker", "damaged"), [(-2, True), (-1, False), (2, False), (3, True)])
+def test_a_slice_names_workers_of_the_run(path, worker, damaged):
+    with h5py.File(path, "r+") as file:
+        file["grants"][14] = tuple(worker if name == "worker" else 0 for name in file["grants"].dtype.names)
+    with reader.opened(path, slice_rows=4) as trace:
+        refused = pytest.raises(TraceError, match="damaged trace: /grants names a worker that is none of 3")
+        with refused if damaged else nullcontext():
+            list(trace.slices("grants"))
+        with pytest.raises(TraceError, match="damaged trace: the rows of /grants are not those that were written"):
+            trace.verify()
+
+
 def test_a_trace_in_memory_is_one_slice(path):
     trace = reader.load(path)
     (rows,) = trace.slices("pushes")
@@ -173,24 +186,23 @@ def _other_hdf5(path):
         file["pushes"] = np.arange(3)
 
 
-def _newer(path):
-    with h5py.File(path, "r+") as file:
-        file.attrs["format_version"] = 99
+def _edited(change):
+    def damage(path):
+        with h5py.File(path, "r+") as file:
+            change(file)
+
+    return damage
 
 
-def _older(path):
-    with h5py.File(path, "r+") as file:
-        file.attrs["format_version"] = 3
+def _replaced(file, table, rows):
+    del file[table]
+    file[table] = rows
 
 
-def _without_a_table(path):
-    with h5py.File(path, "r+") as file:
-        del file["grants"]
-
-
-def _without_an_attribute(path):
-    with h5py.File(path, "r+") as file:
-        del file.attrs["n_workers"]
+def _flushed(file, table, n_rows):
+    flushed = file.attrs["flushed_rows"]
+    flushed[table] = n_rows
+    file.attrs["flushed_rows"] = flushed
 
 
 def _cut_short(path):
@@ -205,10 +217,24 @@ def _cut_short(path):
         (_a_text, "not an HDF5 file"),
         (_empty, "not an HDF5 file"),
         (_other_hdf5, "not a trace"),
-        (_newer, "format version 99"),
-        (_older, "a trace of format version 3; this hpcsync reads 7 and 8"),
-        (_without_a_table, "damaged.*grants"),
-        (_without_an_attribute, "damaged.*n_workers"),
+        (_edited(lambda file: file.attrs.update(format_version=99)), "format version 99"),
+        (
+            _edited(lambda file: file.attrs.update(format_version=3)),
+            "a trace of format version 3; this hpcsync reads 7 and 8",
+        ),
+        (_edited(lambda file: file.pop("grants")), "damaged.*grants"),
+        (_edited(lambda file: _replaced(file, "grants", np.arange(3))), "damaged.*: /grants must be a table"),
+        (
+            _edited(lambda file: _replaced(file, "grants", file["grants"][:][["seq", "now_s"]])),
+            r"damaged.*: /grants must have the columns seq \(<i8\), now_s \(<f8\), ",
+        ),
+        (_edited(lambda file: _flushed(file, "grants", 99)), "damaged.*: flushed_rows must be 0 to 15 for grants"),
+        (_edited(lambda file: _flushed(file, "grants", -1)), "damaged.*: flushed_rows must be 0 to 15 for grants"),
+        (_edited(lambda file: file.attrs.pop("flushed_rows")), "damaged.*: the attribute flushed_rows must have"),
+        (_edited(lambda file: file.attrs.pop("n_workers")), "damaged.*n_workers is missing"),
+        (_edited(lambda file: file.attrs.update(n_workers=0)), "damaged.*n_workers must be 1 to 10,000,000"),
+        (_edited(lambda file: file.attrs.update(n_workers="3")), "damaged.*n_workers must be int, it is str"),
+        (_edited(lambda file: file.attrs.update(status="done")), "damaged.*status must be one of running, "),
         (_cut_short, r"truncated: it has [\d,]+ of [\d,]+ bytes$"),
     ],
 )
