@@ -600,6 +600,11 @@ class AdspOptions(ParadigmOptions):
         """First number of pushes of each worker in a period."""
         return self.commits or 1
 
+    @property
+    def bound(self) -> str:
+        """Description of the synchronisation, for messages."""
+        return super().bound if self.commits is not None else "workers wait for each other during a search only"
+
     def describe(self, n_workers: int) -> str:
         """Return the paradigm in a sentence."""
         return "workers push the weight change of their local steps, equally often, and do not wait"

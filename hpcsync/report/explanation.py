@@ -149,7 +149,7 @@ def explain(trace: Trace | TraceFile) -> Explanation:
     paradigm = trace.job.paradigm
     return Explanation(
         paradigm.label,
-        paradigm.waiting,
+        paradigm.bound,
         duration_s,
         parts_s,
         others.seconds,

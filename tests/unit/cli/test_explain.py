@@ -32,10 +32,27 @@ def test_a_straggler_is_named_with_its_cost(run: Path, capsys: pytest.CaptureFix
     text = said(capsys)
     assert "The run took 8 s. Time of all workers: computation 67 %, waiting 33 %." in text
     assert "Worker 2 cost each other worker 4 s of 8 s on average; its iterations take 2 times the median." in text
-    assert "all workers wait for the slowest" in text
+    assert "Waiting under BSP: all workers wait for each other in every iteration." in text
     assert "Without stragglers it would have taken 0.50 of the time (slowdown S = 2.00)" in text
     assert "S_w = 2.00" in text
     assert "S_t = 1.00" in text
+
+
+@pytest.mark.parametrize(
+    ("paradigm", "words"),
+    [
+        ({"name": "local-sgd", "steps": 2}, "all workers wait for each other every 2 iterations"),
+        ({"name": "easgd", "synchronous": True, "period": 2}, "all workers wait for each other every 2 iterations"),
+        ({"name": "ssp", "staleness": 2}, "a worker more than 2 iterations ahead of the slowest waits for it"),
+    ],
+    ids=lambda value: value["name"] if isinstance(value, dict) else "",
+)
+def test_waiting_is_told_with_the_options_of_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], paradigm: dict[str, object], words: str
+) -> None:
+    trace = simulated(tmp_path, paradigm, [0.1, 0.1, 0.2])
+    assert explain.main(trace.path, as_json=False, simulated=False) == 0
+    assert f": {words}." in said(capsys)
 
 
 def test_all_numbers_as_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcsync.paradigms import Apply, Decision, Evaluated, Grant, Joined, Left, PushInfo, adsp, create
-from hpcsync.paradigms.adsp import ADSP, EvaluatedADSP
+from hpcsync.paradigms.adsp import ADSP, AdspOptions, EvaluatedADSP
 from hpcsync.paradigms.records import UNTIL
 from tests.unit.paradigms.schedule import PROPERTY, fixed, run, schedules
 
@@ -703,3 +703,8 @@ def test_the_option_chooses_between_the_two():
     assert type(create("adsp", 2, **options, loss="evaluation")) is EvaluatedADSP
     with pytest.raises(ValueError, match="commits must be None where a search evaluates the model, got 2"):
         create("adsp", 2, **options, loss="evaluation", commits=2)
+
+
+def test_its_workers_wait_during_a_search_only() -> None:
+    assert AdspOptions().bound == "workers wait for each other during a search only"
+    assert AdspOptions(commits=2).bound == "no worker waits for another"
