@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcsync.cli import grid
@@ -47,10 +47,12 @@ class AtAnEnd(NamedTuple):
     step: float
 
 
-def at_an_end(found: Mapping[Trained, Mapping[int, Summary]], n_seeds: int) -> dict[str, AtAnEnd]:
+def at_an_end(
+    found: Mapping[Trained, Mapping[int, Summary]], n_seeds: int, failed: Iterable[Trained] = ()
+) -> dict[str, AtAnEnd]:
     """Return the candidates whose best rate is the largest or smallest of those tried, by label."""
     tried: dict[str, list[float]] = {}
-    for trained in found:
+    for trained in (*found, *failed):
         tried.setdefault(trained.label, []).append(trained.factor)
     ends = {}
     for label, (_, best) in best_rates(found, n_seeds).items():
@@ -88,7 +90,11 @@ def _rounded(table: Mapping[str, Any]) -> dict[str, Any]:
     return {key: float(f"{value:.3g}") if isinstance(value, float) else value for key, value in table.items()}
 
 
+def described(trained: Trained) -> str:
+    """Return a candidate and its learning rate in words."""
+    return f"{trained.label} lr x{trained.factor:g}"
+
+
 def stem(trained: Trained) -> str:
     """Return the name of a folder."""
-    words = f"{trained.label} lr x{trained.factor:g}"
-    return "".join(letter if letter.isalnum() or letter in "=.-" else "-" for letter in words)
+    return "".join(letter if letter.isalnum() or letter in "=.-" else "-" for letter in described(trained))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpcsync.cli import finished_runs
-from hpcsync.cli.advice_candidates import Trained, stem
+from hpcsync.cli.advice_candidates import Trained, described, stem
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import OPTIONS, Job, default_servers, drop_excluded
 from hpcsync.report.wording import plural
@@ -61,6 +61,8 @@ class Trials:
     ----------
     n_simulated : int
         Number of runs that were simulated.
+    failed : dict
+        The logs of candidates, each with its learning rate, of which a simulation has failed.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class Trials:
         self._keeps_scale = keeps_scale
         self._seeds_with_times: set[int] = set()
         self.n_simulated = 0
+        self.failed: dict[Trained, Path] = {}
         self._workload = json.dumps(tomllib.loads(job.to_toml())["workload"], sort_keys=True)
 
     def job_table(self, trained: Trained) -> dict[str, Any]:
@@ -161,7 +164,7 @@ class Trials:
     def run(
         self, number: int, every: Sequence[Trained], seeds: Sequence[int], limit_s: float, about: str = ""
     ) -> dict[Trained, dict[int, Summary]]:
-        """Simulate what is missing of a trial; return its summaries.
+        """Simulate what is missing of a trial; return its summaries, without candidates of which a simulation failed.
 
         Parameters
         ----------
@@ -179,7 +182,7 @@ class Trials:
         BudgetSpent
             If the budget is spent before.
         JobError
-            If a simulation fails.
+            If a process that simulates was killed.
         """
         todo: dict[Path, Job] = {}
         places: dict[Trained, dict[int, Path]] = {}
@@ -196,21 +199,32 @@ class Trials:
         print(
             f"{name}: {plural(n_labels, 'candidate')}, {plural(n, 'run')}, {before} finished already", file=sys.stderr
         )
-        self._simulate(todo, name, before)
+        failed = self._simulate(todo, name, before)
+        for trained, of_seeds in places.items():
+            if logs := [folder.with_name(f"{folder.name}.log") for folder in of_seeds.values() if folder in failed]:
+                self.failed[trained] = logs[0]
+                print(f"hpcsync: advise: {name}: {described(trained)} failed, see {logs[0]}", file=sys.stderr)
         return {
             trained: {seed: finished_runs.read(folder).summary for seed, folder in of_seeds.items()}
             for trained, of_seeds in places.items()
+            if trained not in self.failed
         }
 
-    def _simulate(self, todo: Mapping[Path, Job], about: str, n_before: int) -> None:
-        """Simulate jobs, several at a time; `n_before` others of the trial are done. May raise BudgetSpent."""
+    def _simulate(self, todo: Mapping[Path, Job], about: str, n_before: int) -> set[Path]:
+        """Simulate jobs, several at a time; `n_before` others of the trial are done. May raise BudgetSpent.
+
+        Returns
+        -------
+        set of path
+            The folders of those that failed.
+        """
         from rich.console import Console
         from rich.progress import track
 
         from hpcsync.system.parent_death import end_with
 
         left_s = None if self._until_s is None else self._until_s - time.monotonic()
-        n_done = 0
+        n_done, failed = 0, set()
         pool = ProcessPoolExecutor(self._at_once, multiprocessing.get_context("spawn"), end_with, (os.getpid(),))
         try:
             futures = {pool.submit(simulate_one, job, folder, str(self._path)): folder for folder, job in todo.items()}
@@ -218,7 +232,7 @@ class Trials:
             shown = Console(stderr=True)
             for future in track(ended, about, len(futures), console=shown, disable=not shown.is_terminal):
                 if future.result() != 0:
-                    raise JobError(f"advise: {futures[future]}: the simulation failed, see {futures[future]}.log")
+                    failed.add(futures[future])
                 n_done += 1
                 self.n_simulated += 1
         except TimeoutError:
@@ -232,6 +246,7 @@ class Trials:
                 process.terminate()
             for process in left:
                 process.join()  # until then the folder of its run is locked
+        return failed
 
 
 def simulate_one(job: Job, folder: Path, path: str) -> int:
@@ -248,7 +263,11 @@ def simulate_one(job: Job, folder: Path, path: str) -> int:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_name(f"{folder.name}.log").open("w", encoding="utf-8") as log:
         with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
-            return simulate(job, folder, Console(file=log))
+            try:
+                return simulate(job, folder, Console(file=log))
+            except JobError as error:
+                print(f"hpcsync: {error}")
+                return 2
 
 
 def _finished(folder: Path, job: Job) -> bool:

@@ -16,7 +16,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hpcsync.cli.advice_candidates import AtAnEnd, Trained, at_an_end, best_rates, candidate, further, label_of, stem
+from hpcsync.cli.advice_candidates import (
+    AtAnEnd,
+    Trained,
+    at_an_end,
+    best_rates,
+    candidate,
+    described,
+    further,
+    label_of,
+    stem,
+)
 from hpcsync.cli.advice_trials import BudgetSpent, Trials
 from hpcsync.cli.report import check_text
 from hpcsync.config import job as jobs
@@ -167,12 +177,14 @@ class _Adviser:
                 rates, about = every, ""
                 while rates:
                     found |= self._trials.run(n + 1, rates, seeds, share * limit_s, about)
+                    if not found:
+                        raise JobError(f"advise: in trial {n + 1} every candidate failed")
                     best = [trained for _, trained in best_rates(found, n_seeds).values()]
                     last = Found(Trial(n + 1, share, limit_s, n_seeds), {trained: found[trained] for trained in best})
                     self._note(last)
                     rates, about = [], "further learning rates"
                     if n == 0:
-                        self._ends = at_an_end(found, n_seeds)
+                        self._ends = at_an_end(found, n_seeds, self._trials.failed)
                         rates = further(self._ends)
                 assert last is not None, "there are candidates"
                 if not is_last:
@@ -253,7 +265,7 @@ class _Adviser:
         labels = {trained.label: trained for trained in found.summaries}
         merits = [merit(runs.values(), found.trial.n_seeds) for runs in found.summaries.values()]
         chosen = [list(labels)[place] for place in sorted(kept(merits, least))]
-        if reference is not None and reference not in chosen:
+        if reference in labels and reference not in chosen:
             chosen.insert(0, reference)
         return [labels[label] for label in chosen]
 
@@ -344,9 +356,11 @@ class _Adviser:
             except BudgetSpent as spent:
                 print(f"hpcsync: {spent}", file=sys.stderr)
             except JobError as error:
-                why = f"trial {number} failed"
+                runs = {}
                 print(f"hpcsync: {error}", file=sys.stderr)
-        if runs is None:
+        if runs == {}:
+            why = f"trial {number} failed"
+        if not runs:
             runs, by = last.summaries, f"with the seeds that have chosen it, hence too early, for {why}"
         predicted = prediction(runs[trained].values())
         if not predicted:
@@ -379,6 +393,8 @@ class _Adviser:
                 )
         for label, reason in self._left_out.items():
             yield f"Not tried: {label} ({reason})."
+        for trained, log in self._trials.failed.items():
+            yield f"Left out: {described(trained)}, a simulation of which failed (see {log})."
 
     def _advised(self, trained: Trained, predicted: Mapping[str, float]) -> Job:
         """Return the job to run: the user's, with the advised paradigm and learning rate, and its prediction."""

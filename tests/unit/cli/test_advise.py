@@ -316,23 +316,59 @@ def test_a_budget_that_ends_before_any_candidate_could_arrive_leaves_a_ranking_b
 
 
 def test_what_fails_in_the_last_trial_leaves_the_advice(job, tmp_path, capsys, monkeypatch):
-    """The prediction is then by the runs that have chosen; a failure in an earlier trial ends the command."""
-    simulate_one = advice_trials.simulate_one
-
-    def fails(of_job, folder, path):
-        return 1 if f"trial-{number}" in folder.parts else simulate_one(of_job, folder, path)
-
-    monkeypatch.setattr(advice_trials, "simulate_one", fails)
-    asked, number = Asked(paradigms=("bsp", "asp"), out=tmp_path / "out"), 4
+    """The prediction is then by the runs that have chosen."""
+    failing(monkeypatch, "trial-4")
+    asked = Asked(paradigms=("bsp", "asp"), out=tmp_path / "out")
     assert main(job, asked) == 0
     said = capsys.readouterr()
     assert "Train with " in said.out and (tmp_path / "out" / "advised.toml").exists()
     assert "with the seeds that have chosen it, hence too early, for trial 4 failed." in said.out
-    assert f"hpcsync: advise: {tmp_path / 'out' / 'trial-4'}/" in said.err
+    assert f"failed, see {tmp_path / 'out' / 'trial-4'}/" in said.err
     assert advised(tmp_path / "out")["predicted"] and not (tmp_path / "out" / "trial-4").exists()
-    asked, number = asked._replace(out=tmp_path / "other"), 2
-    with pytest.raises(JobError, match="trial-2/.*: the simulation failed, see "):
-        main(job, asked)
+
+
+@pytest.mark.parametrize(
+    ("words", "left"),
+    [
+        ("trial-1/asp-lr-x2/seed-1005", "bsp"),
+        ("trial-1/bsp-lr-x", "asp"),
+        ("trial-2/asp-lr", "bsp"),
+        ("trial-3/bsp-lr", "asp"),
+    ],
+)
+def test_a_candidate_of_which_a_simulation_fails_is_left_out(job, tmp_path, capsys, monkeypatch, words, left):
+    failing(monkeypatch, words)
+    out = tmp_path / "out"
+    assert main(job, Asked(paradigms=("bsp", "asp"), overrides=[STRAGGLER], out=out)) == 0
+    said, trial = capsys.readouterr(), words[6]
+    assert said.err.count(" failed, see ") == said.out.count("a simulation of which failed (see ") >= 1
+    line = rf"hpcsync: advise: trial {trial}.*: {words[8:11]} lr x\S+ failed, see {out}/{words}\S*\.log\n"
+    assert re.search(line, said.err)
+    assert f"Left out: {words[8:11]} lr x" in said.out
+    assert f"Train with {left}." in said.out
+    assert len(advised(out)["ranking"]) == 1 + ("seed" in words), "the control: another rate of the candidate is tried"
+
+
+def test_an_advice_of_which_every_candidate_fails_ends_in_one_line(job, tmp_path, monkeypatch):
+    failing(monkeypatch, "trial-2")
+    with pytest.raises(JobError, match="^advise: in trial 2 every candidate failed$"):
+        main(job, Asked(paradigms=("bsp", "asp"), out=tmp_path / "out"))
+
+
+def test_a_job_that_a_simulation_refuses_is_in_its_log(job, tmp_path):
+    folder = tmp_path / "seed-1"
+    assert advice_trials.simulate_one(jobs.load(job, ["cluster={workers = 3}"]), folder, str(job)) == 2
+    assert folder.with_name("seed-1.log").read_text().startswith("hpcsync: cluster.compute: missing")
+
+
+def failing(monkeypatch, words):
+    """Let the simulations fail whose folders have these words."""
+    simulate_one = advice_trials.simulate_one
+
+    def fails(of_job, folder, path):
+        return 1 if words in str(folder) else simulate_one(of_job, folder, path)
+
+    monkeypatch.setattr(advice_trials, "simulate_one", fails)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells the simulations on Linux only")
