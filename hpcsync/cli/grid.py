@@ -93,6 +93,15 @@ def combinations(option: str, axes: Sequence[str], example: str = "seed=[1, 2, 3
     return list(itertools.product(*found.values()))
 
 
+def refuse_same(option: str, names: Iterable[str], given: Iterable[Job]) -> None:
+    """Raise JobError for two jobs that are the same, such as of a paradigm by name and by a table of its defaults."""
+    before: dict[str, str] = {}
+    for name, job in zip(names, given, strict=True):
+        if (text := job.to_toml()) in before:
+            raise JobError(f"{option}: {before[text]} and {name} must differ: they are the same job")
+        before[text] = name
+
+
 def in_one_line(value: Any) -> str:
     """Return a value in TOML, in one line."""
     if isinstance(value, dict):
@@ -202,6 +211,7 @@ def plan(
             given = (*overrides, *varied, f"seed={seed}")
             folder = out / re.sub(r"[^\w.=+-]+", "-", str(name)).strip("-")[:100] / f"seed-{seed}"
             runs.append(Run(name, seed, given, jobs.load(path, given), folder))
+    refuse_same("--vary", [str(run.variant) for run in runs], [run.job for run in runs])
     by_folder: dict[Path, Run] = {}
     for run in runs:
         if (other := by_folder.setdefault(run.folder, run)) is not run:

@@ -114,6 +114,7 @@ def script(path: Path, overrides: Sequence[str], asked: BatchRequest, command: s
             "heterogeneous jobs"
         )
     loaded = [jobs.load(path, [*overrides, *task], ranks) for task in tasks or [()]]
+    grid.refuse_same("--array", map(" ".join, tasks or [()]), loaded)
     for job in loaded:
         jobs.refuse_simulated(job)
     restarts = _restart(loaded, len(kinds))

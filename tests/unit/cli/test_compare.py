@@ -201,6 +201,10 @@ def test_the_other_jobs_folder_is_refused(job: Path, commands: Commands) -> None
             "--tune optimizer.lr=[1, 2, 1]: must be different values; 1 is given twice",
         ),
         ({"vary": ['paradigm=["bsp", {name = "bsp"}]']}, "--vary: bsp and bsp must differ"),
+        (
+            {"vary": ['paradigm=["asp", {name = "asp", compensation = "none"}]']},
+            "--vary: asp and asp compensation=none must differ: they are the same job",
+        ),
         ({"tune": ["cluster.workers=[2, 3]"]}, "--tune cluster.workers: must be a key of optimizer, paradigm"),
         ({"vary": [*TWO, *TWO]}, "paradigm must be given once"),
         ({"csv": Path("small.toml/table.csv")}, "small.toml/table.csv: Not a directory"),

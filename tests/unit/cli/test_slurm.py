@@ -188,6 +188,10 @@ def test_a_run_that_starts_its_ranks_is_none_of_a_step_from_which_the_job_was_su
             "--array optimizer.lr=[1, 1.0]: must be different values; 1.0 is given twice",
         ),
         ({"array": ["seed=[1, -1]"]}, "seed = -1: must be at least 0"),
+        (
+            {"array": ['paradigm=["bsp", {name = "bsp"}]']},
+            '--array: paradigm="bsp" and paradigm={name = "bsp"} must differ: they are the same job',
+        ),
         ({"array": ["seed=[1]"], "nodes": [1, 2]}, "--array seed=[1]: must be left out with 2 kinds of node"),
     ],
 )
