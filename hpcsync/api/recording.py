@@ -14,6 +14,7 @@ all-reduces of one number, and the time of copying a gradient.
 # Without postponed annotations: torch compares those of a communication hook with the classes.
 
 import math
+import os
 import socket
 import sys
 import time
@@ -98,8 +99,8 @@ def record(out: str | Path | None = None, *, name: str | None = None) -> "Record
     Raises
     ------
     JobError
-        On entering the block, if the folder holds a run or the name is none of a run; in it, if the module has a
-        communication hook already.
+        On entering the block, if the folder holds a run or cannot be written, or the name is none of a run; in it, if
+        the module has a communication hook already.
 
     Examples
     --------
@@ -139,6 +140,8 @@ class Recorder:
         _job(self._name, self._optimizer, math.nan, 1)  # at the end an error would cost the trained model
         if self._out is not None:
             layout.refuse_taken(Path(self._out))
+        if (dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))) == 0:
+            layout.refuse_unwritable(self._out)
         self._handles.append(register_module_forward_pre_hook(self._find))
         self._handles.append(register_optimizer_step_pre_hook(self._note_rate))
         return self

@@ -87,6 +87,14 @@ def refuse_taken(folder: Path) -> None:
             raise _taken(folder, name)
 
 
+def refuse_unwritable(out: str | Path | None) -> None:
+    """Raise JobError if the folder of a run could not be written; nothing is created."""
+    folder = RUNS / "new" if out is None else Path(out)
+    with _as_job_error(folder):
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        tempfile.TemporaryFile(dir=existing).close()
+
+
 def missing_above(out: str | Path | None) -> list[Path]:
     """Return the folders above that of a run which do not exist yet, the innermost first."""
     folder = RUNS / "new" if out is None else Path(out)

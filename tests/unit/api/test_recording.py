@@ -259,6 +259,18 @@ def test_a_folder_with_a_run_and_a_wrong_name_are_refused_before_the_loop(tmp_pa
             raise AssertionError("the loop has begun")
 
 
+@pytest.mark.parametrize("out", ["file", "file/run", None])
+def test_a_folder_that_cannot_be_written_is_refused_before_the_loop(tmp_path, monkeypatch, out):
+    monkeypatch.chdir(tmp_path)
+    for name in ("file", "runs"):
+        (tmp_path / name).touch()
+    with pytest.raises(JobError, match=r"^out (file|file/run|runs/new): Not a directory$"), record(out, name="run"):
+        raise AssertionError("the loop has begun")
+    monkeypatch.setenv("RANK", "1")
+    with record(out, name="run"):  # control: another process, whose host need not have the folder
+        pass
+
+
 def test_what_is_gathered_is_sent_from_the_gpu_of_the_module(monkeypatch):
     """A script need not have made it the current one, from which NCCL sends objects."""
     current, sent_from, module = ["another"], [], torch.nn.Linear(2, 1)
