@@ -293,6 +293,10 @@ def connect(
         if out is not None:
             print(f"hpcsync: single process: no trace is written to {out}", file=sys.stderr, flush=True)
         return LocalSession(job, model, optimizers, evaluate, calibrate)
+    if any(isinstance(module, torch.nn.parallel.DistributedDataParallel) for module in model.modules()):
+        raise JobError(
+            "model: must not be in a DistributedDataParallel, which averages gradients itself; give its module"
+        )
     from hpcsync.mpi.transport.node_topology import arranged
 
     if resume and before is None:

@@ -77,6 +77,25 @@ def test_a_loop_that_forgets_the_shard_is_told_in_one_line(tmp_path: Path, parad
     assert program.err.count("\n") == 1, program.err
 
 
+WRAPPED = """
+import torch, hpcsync
+import torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1))
+hpcsync.connect(model, torch.optim.SGD(model.parameters(), lr=0.01), "asp", out="out")
+"""
+
+
+def test_a_model_in_a_distributed_data_parallel_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(WRAPPED)
+    program = ended(hpcsync("launch", "-n", "2", "--", "python", "train.py"), cwd=tmp_path)
+    assert program.status == 2
+    lines = [line for line in program.err.splitlines() if line.startswith("hpcsync:")]
+    assert len(lines) == 1, program.err
+    assert lines[0].startswith("hpcsync: model: must not be in a DistributedDataParallel, which averages gradients")
+    assert "Traceback" not in program.err
+
+
 AFTER_THE_LOOP = """
 import torch, hpcsync
 model = torch.nn.Linear(3, 1)
