@@ -8,7 +8,9 @@ import pytest
 from rich.console import Console
 
 from hpcsync.config.job import Stop
+from hpcsync.run_dir import progress_line
 from hpcsync.run_dir.progress_line import Progress
+from hpcsync.system.launcher import TERMINAL
 
 
 def coordinator(loss=0.25, accuracy=math.nan, samples=1234):
@@ -83,14 +85,38 @@ def test_share_rate_and_time_left(text, clock, terminal):
         progress.show(clock.now_s / 2, coordinator(samples=samples))
     progress.close()
     assert "40 %  40 samples/s  0:05:01 left" in text.getvalue()  # 600 / 15 s; (10000 - 3980) / 20 s
+    assert ("━" in text.getvalue()) == terminal
 
 
-def test_without_a_limit_no_share_is_known(text, clock):
-    progress = Progress(Console(file=text, width=120, highlight=False), Stop(target_loss=0.1), clock=clock)
+@pytest.mark.parametrize("terminal", [False, True])
+def test_without_a_limit_no_share_is_known(text, clock, terminal):
+    console = Console(file=text, width=120, force_terminal=terminal, color_system=None, highlight=False)
+    progress = Progress(console, Stop(target_loss=0.1), clock=clock)
     for clock.now_s in range(5):
         progress.show(clock.now_s, coordinator(samples=100 * clock.now_s))
-    said = [line.split() for line in text.getvalue().splitlines()]
-    assert said == [f"{n}.0 s {n}00 samples 100 samples/s loss 0.25".split() for n in (2, 4)]
+    progress.close()
+    if terminal:
+        assert "100 samples/s" in text.getvalue() and "━" not in text.getvalue()
+    else:
+        said = [line.split() for line in text.getvalue().splitlines()]
+        assert said == [f"{n}.0 s {n}00 samples 100 samples/s loss 0.25".split() for n in (2, 4)]
+
+
+@pytest.mark.parametrize(("per_s", "samples"), [(0, 100), (1, 0)])
+def test_no_rate_is_shown_while_time_or_samples_stand_still(progress, clock, text, per_s, samples):
+    for clock.now_s in range(5):
+        progress.show(per_s * clock.now_s, coordinator(samples=samples * clock.now_s))
+    assert "samples/s" not in text.getvalue() and text.getvalue().count("loss") == 2
+
+
+@pytest.mark.parametrize(("columns", "width"), [(None, 80), ("132", 132)])
+def test_a_rank_has_the_terminal_of_its_launcher(monkeypatch, columns, width):
+    monkeypatch.setattr(progress_line, "under_launcher", lambda: True)
+    monkeypatch.delenv(TERMINAL, raising=False)
+    if columns:
+        monkeypatch.setenv(TERMINAL, columns)
+    found = progress_line.console()
+    assert (found.is_terminal, found.width) == (columns is not None, width)
 
 
 def test_a_line_fits_into_80_columns(text, clock):
