@@ -5,6 +5,7 @@ import io
 import json
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -71,10 +72,29 @@ def test_a_run_that_has_finished_is_not_put_aside(tmp_path):
         (tmp_path / "run" / name).write_bytes(b"mine")
     with pytest.raises(JobError, match=r"^out run: must hold a run that has not finished; this one has$"):
         layout.put_aside("run")
+    assert layout.finished_already("run", resume=True) and not layout.cleared(tmp_path / "run")
     assert (tmp_path / "run" / "trace.h5").read_bytes() == b"mine"
     (tmp_path / "run" / "summary.json").unlink()  # the control
-    layout.put_aside("run")
+    assert not layout.finished_already("run", resume=True) and layout.cleared(tmp_path / "run")
     assert not (tmp_path / "run" / "trace.h5").exists()
+
+
+def test_a_run_under_way_is_not_put_aside(tmp_path, monkeypatch):
+    def refuse(_):
+        raise JobError("under way")
+
+    monkeypatch.setattr(layout.lock, "hold", refuse)
+    (tmp_path / "run").mkdir()
+    with pytest.raises(JobError, match="under way"):
+        layout.cleared(tmp_path / "run")
+
+
+def test_a_folder_that_is_not_there_holds_no_run_to_resume(tmp_path):
+    layout.put_aside("run")
+    assert layout.going_on("run", resume=True) is None and not (tmp_path / "run").exists()
+    assert layout.missing_above(None) == [Path("runs")]
+    (tmp_path / "a").mkdir()
+    assert layout.missing_above("a/b/c/run") == [Path("a/b/c"), Path("a/b")]
 
 
 def test_a_run_that_finishes_while_its_lock_is_awaited_does_not_resume(tmp_path, monkeypatch):
