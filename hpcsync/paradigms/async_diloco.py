@@ -229,6 +229,16 @@ LIU = Reference(
 )
 
 
+DECOUPLED = Reference(
+    "douillard2026decoupled",
+    "article",
+    ("Douillard, Arthur", "others"),
+    "Decoupled DiLoCo for Resilient Distributed Pre-training",
+    2026,
+    arxiv("2604.21428"),
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class AsyncDiLoCoOptions(ParadigmOptions):
     """Asynchronous DiLoCo: workers push the change of many local steps, the servers make outer steps with momentum.
@@ -275,7 +285,11 @@ class AsyncDiLoCoOptions(ParadigmOptions):
     waiting = "none; with `quorum` or `grace_s`, until enough contributions are there"
     update = "an outer step along the change of many local steps, with delayed momentum"
     source = "Liu et al., 2024; Douillard et al., 2026"
-    papers = (LIU, DOUILLARD)
+
+    @property
+    def papers(self) -> tuple[Reference, ...]:
+        """Papers behind the paradigm."""
+        return (LIU, DOUILLARD, DECOUPLED) if self.quorum > 1 or self.grace_s else (LIU, DOUILLARD)
 
     def check(self, job: JobTables) -> None:
         """Raise OptionError if there are too few workers for a quorum, or too much momentum."""

@@ -26,6 +26,22 @@ _ENTRIES = (
         2019,
         meeting("IEEE International Conference on High Performance Computing and Communications (HPCC)"),
     ),
+    Reference(
+        "chen2020semi",
+        "inproceedings",
+        ("Chen, Chen", "Weng, Qizhen", "Wang, Wei", "Li, Baochun", "Li, Bo"),
+        "Semi-Dynamic Load Balancing: Efficient Distributed Learning in Non-Dedicated Environments",
+        2020,
+        meeting("ACM Symposium on Cloud Computing (SoCC)"),
+    ),
+    Reference(
+        "ye2020dbs",
+        "article",
+        ("Ye, Qing", "Zhou, Yuhao", "Shi, Mingjia", "Sun, Yanan", "Lv, Jiancheng"),
+        "DBS: Dynamic Batch Size For Distributed Deep Neural Network Training",
+        2020,
+        arxiv("2007.11831"),
+    ),
     # ---- compression ----
     Reference(
         "aji2017sparse",
@@ -137,7 +153,7 @@ COMPRESSIONS: dict[str, tuple[str, ...]] = {
     "bf16": ("kalamkar2019study",),
 }
 CHOICES_OF_K = {"loss": ("dutta2020slow",), "state": ("yu2019accelerating",), "throughput": ("yu2019accelerating",)}
-BATCHES_BY_SPEED = ("yu2019accelerating",)
+BATCHES_BY_SPEED = ("yu2019accelerating", "chen2020semi", "ye2020dbs")
 
 
 def references(job: Job) -> dict[str, tuple[Reference, ...]]:

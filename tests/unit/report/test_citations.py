@@ -55,6 +55,7 @@ def test_a_run_names_the_papers_of_its_parts():
     assert cited(paradigm={"name": "k-sync", "k": "min"}, batches={"policy": "equal-finish"}) == {
         "paradigm k-sync": ["dutta2018slow"],
         "k by loss and state": ["dutta2020slow", "yu2019accelerating"],  # which also describes batches by speed
+        "batch sizes equal-finish": ["chen2020semi", "ye2020dbs"],
     }
 
 
@@ -63,6 +64,9 @@ def test_variants_have_their_own_papers():
     diloco = {"name": "local-sgd", "steps": 4, "outer_lr": 0.7, "outer_momentum": 0.9}
     assert cited(paradigm=diloco)["paradigm local-sgd"] == ["stich2019local", "douillard2023diloco"]
     assert cited(paradigm={"name": "gossip", "mode": "pull"})["paradigm gossip"] == ["jin2016how"]
+    decoupled = [cited(paradigm={"name": "async-diloco", **keys}) for keys in ({"quorum": 2}, {"grace_s": 0.1}, {})]
+    papers = ["liu2024asynchronous", "douillard2023diloco", "douillard2026decoupled"]
+    assert [each["paradigm async-diloco"] for each in decoupled] == [papers, papers, papers[:2]]
     push_sum = cited(paradigm={"name": "gossip", "mode": "push-sum"})
     assert push_sum["paradigm gossip"] == ["assran2019stochastic", "jin2016how"]
 
