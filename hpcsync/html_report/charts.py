@@ -140,12 +140,15 @@ def _bottom_axis(x: Scale, top: float, height: float, name: str) -> list[Markup]
 
 # ---- time of the workers ----
 
+TO_LAST_ITERATION = "Shares of the time to a worker's last iteration, not to the run's end"
+
 
 def time_of_variants(runs: Mapping[str, Sequence[RunData]]) -> Figure:
     """Return the shares of the workers' time, over all runs of each variant."""
     sums_s = {label: np.sum([run.parts_s.sum(axis=0) for run in each], axis=0) for label, each in runs.items()}
     drawn, rows = _bars("Time of all workers, by variant", "", sums_s, 40)
-    return Figure("Time of all workers", [("", drawn)], _parts(sums_s.values()), Table(_BAR_COLUMNS, rows))
+    parts = _parts(sums_s.values())
+    return Figure("Time of all workers", [("", drawn)], parts, Table(_BAR_COLUMNS, rows), f"{TO_LAST_ITERATION}.")
 
 
 def time_of_workers(runs: Mapping[str, Sequence[RunData]]) -> Figure:
@@ -164,8 +167,8 @@ def time_of_workers(runs: Mapping[str, Sequence[RunData]]) -> Figure:
     seeds = sorted({each[0].job.seed for each in runs.values()})
     caption = f"Time of each worker, seed {' or '.join(map(str, seeds))}"
     parts = _parts(row for each in runs.values() for row in each[0].parts_s)
-    note = f"At most {BAR_WORKERS} evenly spaced of {most:,} workers." if most > BAR_WORKERS else ""
-    return Figure(caption, panels, parts, Table(_BAR_COLUMNS, rows), note)
+    some = f" At most {BAR_WORKERS} evenly spaced of {most:,} workers." if most > BAR_WORKERS else ""
+    return Figure(caption, panels, parts, Table(_BAR_COLUMNS, rows), f"{TO_LAST_ITERATION}.{some}")
 
 
 _BAR_COLUMNS = ("", *(f"{PART_NAMES[part]} (%)" for part in PARTS), "total (s)")
