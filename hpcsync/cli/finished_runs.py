@@ -14,8 +14,6 @@ from hpcsync.config.errors import JobError
 if TYPE_CHECKING:
     from hpcsync.report.summary import Summary
 
-NOT_COMPARED = ("name", "seed")  # keys in which runs of one variant may differ
-
 
 class Read(NamedTuple):
     """Run whose trace has been read, and when it began: in ISO 8601, and for equal ones the time of the file."""
@@ -46,7 +44,7 @@ def grouped(paths: Iterable[Path]) -> Found:
         if run.summary.status != "finished":
             unfinished.append(str(run.trace))
             continue
-        keys = {key: text for key, text in _keys(run.job, run.summary.engine) if key not in NOT_COMPARED}
+        keys = {key: text for key, text in _keys(run.job, run.summary.engine) if key != "name"}
         runs = found.setdefault(repr(keys), (keys, {}))[1]
         other = runs.get(run.job.seed, run)
         old, new = sorted((other, run), key=lambda each: each.begun)
@@ -94,14 +92,11 @@ def read(path: Path) -> Read:
 
 
 def _keys(job: jobs.Job, engine: str | None) -> Iterable[tuple[str, str]]:
-    """Return the keys of a job with their values in TOML, without what changes no run.
+    """Return the keys of a job with their values in TOML, without those of a seed, and what changes no run.
 
     This is a number of servers that is the default, and a prediction.
     """
-    import tomllib
-
-    table = tomllib.loads(job.to_toml())
-    table.pop("predicted", None)
+    table = jobs.of_any_seed(job)
     if table["cluster"].get("servers") == jobs.default_servers(table["paradigm"]):
         del table["cluster"]["servers"]
     return [*_flat(table), ("engine", str(engine))]

@@ -459,6 +459,23 @@ def refuse_unused(job: Job, table: Mapping[str, Any]) -> None:
             raise JobError(f"{'.'.join(key)} = {shown(value)}: must be omitted with {beside}, {why}")
 
 
+def of_any_seed(job: Job) -> dict[str, Any]:
+    """Return the table of a job with what runs of one job with other seeds share.
+
+    It has neither a seed nor a prediction, and a table of times that is named after the seed, such as times-5.csv of
+    `hpcsync advise`, is named after any.
+    """
+    table = tomllib.loads(job.to_toml())
+    table.pop("seed", None)
+    table.pop("predicted", None)
+    compute = table["cluster"].get("compute", {})
+    if isinstance(compute, dict) and "table" in compute:
+        path = Path(compute["table"])
+        if path.stem.endswith(f"-{job.seed}"):
+            compute["table"] = str(path.with_name(f"{path.stem.removesuffix(str(job.seed))}SEED{path.suffix}"))
+    return table
+
+
 def used(job: Job) -> dict[str, Any]:
     """Return the table of a job without the settings that it ignores, with which a run may have begun."""
     table = tomllib.loads(job.to_toml())

@@ -20,6 +20,7 @@ from matplotlib.patheffects import Normal, Stroke
 from matplotlib.textpath import text_to_path
 from matplotlib.ticker import NullFormatter
 
+from hpcsync.config.job import of_any_seed
 from hpcsync.paradigms import OPTIONS
 from hpcsync.report.variants import LEAST_SEEDS, LEVEL, mean_and_band
 from hpcsync.trace.reader import Trace, TraceError
@@ -123,8 +124,8 @@ def of_one_job(traces: Sequence[Trace]) -> list[list[Trace]]:
     """Group traces whose jobs differ only in the seed, that the same engine ran, and that ended alike."""
     groups: dict[tuple[str, str, str], list[Trace]] = {}
     for trace in traces:
-        job = trace.job.model_copy(update={"seed": 0, "predicted": None})
-        groups.setdefault((job.to_toml(), str(trace.attributes.get("engine")), trace.status), []).append(trace)
+        job, engine = repr(of_any_seed(trace.job)), str(trace.attributes.get("engine"))
+        groups.setdefault((job, engine, trace.status), []).append(trace)
     return list(groups.values())
 
 

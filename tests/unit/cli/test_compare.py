@@ -267,6 +267,18 @@ def test_runs_are_of_one_variant_if_only_seed_and_name_differ(job: Path, capsys:
     assert len(runs) == 1 and not capsys.readouterr().err, "one run, named twice"
 
 
+def test_times_that_were_drawn_for_each_seed_make_no_other_condition(job: Path) -> None:
+    for seed, file in ((5, "times-5.csv"), (6, "times-6.csv"), (7, "times-7.csv"), (7, "other-5.csv")):
+        lines = [f"{worker},{i},0.1" for worker in range(3) for i in range(2)]
+        Path(file).write_text("\n".join(["worker,iteration,seconds", *lines, ""]))
+        times = f'cluster.compute={{model = "table", table = "{Path(file).absolute()}"}}'
+        run.simulate(job, [times, f"seed={seed}"], Path(f"runs/{seed}-{file}"), None)
+    found = grouped([Path("runs")])
+    assert sorted(sorted(runs) for runs in found.values()) == [[5, 6, 7], [7]], "the last is the control"
+    every = [load_trace(each.trace) for runs in found.values() for each in runs.values()]
+    assert sorted(map(len, of_one_job(every))) == [1, 3]
+
+
 def test_of_two_runs_of_one_job_the_newest_counts(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, created in (("a", "2026-01-03"), ("b", "2026-01-02"), ("c", "2026-01-03"), ("d", "2026-01-01")):
         run.simulate(job, [f"seed={5 + (name == 'd')}"], Path(f"runs/{name}"), None)
