@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import sys
 from collections.abc import Sequence
@@ -35,6 +36,9 @@ def launch(n: int, program: Sequence[str], timeout_s: float | None = None, *, ov
         raise launcher.LaunchError(f"--timeout {timeout_s:g}: must be a number of seconds greater than 0")
     if not oversubscribe:
         launcher.refuse_crowd(n, f"-n {n}", launcher.environment())
+    if program[0] != "python" and launcher.on_this_node(launcher.environment()) and not shutil.which(program[0]):
+        hint = f"; start a script with hpcsync launch -n {n} -- python {program[0]}" * program[0].endswith(".py")
+        raise launcher.LaunchError(f"{program[0]}: must be a program that can be started{hint}")
     ended = launcher.launch(n, program, timeout_s=timeout_s)
     if ended.timed_out:
         print(f"hpcsync: ended the ranks, which still ran after {timeout_s:g} s", file=sys.stderr)

@@ -516,7 +516,8 @@ def _parse(text: str, source: str) -> dict[str, Any]:
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise JobError(f"{source}: must be TOML: {str(error).splitlines()[0]}") from None
+        hint = "; hpcsync launch starts a script" * source.endswith(".py")
+        raise JobError(f"{source}: must be TOML: {str(error).splitlines()[0]}{hint}") from None
     except RecursionError:
         raise JobError(f"{source}: must be nested at most {MOST_LEVELS} levels deep") from None
     except ValueError:  # Python reads no number of more than 4,300 digits

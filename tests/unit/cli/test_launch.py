@@ -51,6 +51,22 @@ def status(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> object:
     return caught.value.code
 
 
+@pytest.mark.parametrize(
+    ("program", "hint"),
+    [("train.py", "; start a script with hpcsync launch -n 2 -- python train.py"), ("no-such-program", "")],
+)
+def test_what_cannot_be_started_is_refused_before_the_ranks(
+    program: str,
+    hint: str,
+    launches: list[tuple[object, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert status(monkeypatch, "-n", "2", program) == 2
+    message = f"hpcsync: {program}: must be a program that can be started{hint}\n"
+    assert (capsys.readouterr().err, launches) == (message, [])
+
+
 def test_a_program_keeps_its_own_options(
     launches: list[tuple[object, ...]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -509,6 +509,9 @@ def test_files_that_are_not_jobs(tmp_path: Path) -> None:
     path = tmp_path / "broken.toml"
     path.write_text("name = ")
     assert error(path) == f"{path}: must be TOML: Invalid value (at end of document)"
+    script = tmp_path / "train.py"
+    script.write_text("import torch")
+    assert error(script).endswith("; hpcsync launch starts a script")
     path.write_bytes(b"\xff\xfe")
     assert error(path) == f"{path}: not a text file"
     with pytest.raises(JobError, match="^job: must be TOML: "):
