@@ -1,10 +1,10 @@
-"""Workloads of images: their tables and mistakes."""
+"""Workloads: their tables and mistakes."""
 
 import pytest
 
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
-from hpcsync.config.workloads import Cifar, Images
+from hpcsync.config.workloads import Cifar, Images, Timing
 from tests.unit.jobs import make_job
 
 
@@ -16,6 +16,11 @@ def test_defaults():
         job = make_job(workload={"name": name})
         assert job.workload == Cifar(name=name, batch_size=64, folder="data", width=16, hidden=512, dropout=0.0)
         assert Job.from_toml(job.to_toml()) == job
+
+
+def test_the_sizes_of_the_halves_are_those_of_the_vector():
+    shape = Timing(name="timing", parameters=9, classifier=8, activations=5).shape
+    assert (shape.conv_parameters, shape.fc_parameters, shape.activations) == (1, 8, 5)
 
 
 IMAGES = "name, batch_size, samples, size, width, hidden, dropout"
@@ -32,6 +37,10 @@ CIFAR = "name, batch_size, folder, width, hidden, dropout"
         ({"name": "cifar10", "size": 8}, f"workload.size = 8: unknown key; must be one of {CIFAR}"),
         ({"name": "cifar100", "hidden": 0}, "workload.hidden = 0: must be at least 1"),
         ({"name": "cifar100", "folder": 3}, "workload.folder = 3: must be a string"),
+        (
+            {"name": "timing", "parameters": 9, "classifier": 9},
+            "workload.classifier = 9: must be less than workload.parameters = 9",
+        ),
         ({"name": "cifar"}, 'workload.name = "cifar": must be one of digits, images, cifar10, cifar100, '),
     ],
 )

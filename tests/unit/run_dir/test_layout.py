@@ -17,6 +17,7 @@ from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
 from hpcsync.report.summary import summarize
 from hpcsync.run_dir import layout
+from hpcsync.run_dir.checkpoint import Resumed
 from hpcsync.trace import reader
 from hpcsync.trace.reader import load
 from hpcsync.trace.schema import TABLES
@@ -138,6 +139,20 @@ def test_a_folder_that_cannot_be_written_is_refused(monkeypatch):
 def test_the_resolved_job_lies_in_the_folder(tmp_path):
     layout.create(layout.choose(make_job(), tmp_path / "a" / "b"), make_job())
     assert Job.from_toml((tmp_path / "a" / "b" / "job.toml").read_text()) == make_job()
+
+
+@pytest.mark.parametrize(
+    ("paradigm", "workers"), [({"name": "allreduce"}, 3), ({"name": "gossip", "mode": "permutation"}, 4)], ids=str
+)
+def test_a_run_resumes_with_its_workers_unless_it_needs_a_rank_for_each(tmp_path, paradigm, workers):
+    job = make_job(paradigm=paradigm, cluster={"workers": 3})
+    (tmp_path / "job.toml").write_text(job.to_toml())
+    assert layout.job_of("job.toml", [], 4, None).cluster.ranks == 4
+    before = Resumed(tmp_path, job, None)
+    later = layout.job_of("job.toml", ["stop.updates=9"], 4, before)
+    assert (later.stop.updates, later.cluster.workers) == (9, workers)
+    layout.create(tmp_path, later, before)
+    assert Job.from_toml((tmp_path / "job.toml").read_text()) == later
 
 
 def write_trace(folder, iterations, workers=20):
