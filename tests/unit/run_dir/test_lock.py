@@ -7,15 +7,17 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from hpcsync.config.errors import JobError
 from hpcsync.run_dir import lock
-from hpcsync.run_dir.lock import Owner, Verdict, judge, take, this_process
+from hpcsync.run_dir.lock import Owner, Verdict, judge, start_of, take, this_process
 
 TRIALS = 25
 HOLDER = """
@@ -143,6 +145,21 @@ def test_a_lock_of_another_host_is_watched(tmp_path, monkeypatch, capsys):
     mine.release()
     assert not path.exists()
     assert capsys.readouterr().err.count("waiting 0.4 s for a sign of process") == 2
+    vanishing = take(path, elsewhere.owner)
+    vanishing._released.set()
+    time.sleep(0.2)
+    monkeypatch.setattr(lock, "PATIENCE_S", 60.0)
+    threading.Timer(0.1, path.unlink).start()
+    mine = take(path, this_process())
+    os.close(vanishing.handle)
+    with pytest.raises(JobError, match=f"process {os.getpid()} on "):
+        take(path, this_process())  # which need not watch itself
+    mine.release()
+
+
+def test_a_process_is_told_from_another_of_its_id_by_its_start():
+    started_s = psutil.boot_time() + int(start_of(os.getpid())) / os.sysconf("SC_CLK_TCK")
+    assert started_s == pytest.approx(psutil.Process().create_time(), abs=2.0)
 
 
 def test_the_owner_is_judged_by_what_is_known():
