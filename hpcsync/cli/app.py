@@ -168,17 +168,23 @@ def simulate(
 
 @app.command(cls=JobCommand)
 def show(
-    job: JobPath,
+    path: Annotated[
+        Path,
+        typer.Argument(metavar="JOB|RUN", help="Job file (TOML); or a trace, or folder of a run.", show_default=False),
+    ],
     overrides: Overrides = None,
     load: Annotated[
         bool, typer.Option("--load", help="Import a workload function of your own, for its sizes.", show_default=False)
     ] = False,
 ) -> None:
-    """Show what a job resolves to: roles, sizes, bytes per iteration. Nothing is trained."""
+    """Show what a job resolves to, or how a run has ended.
+
+    Of a job: roles, sizes, bytes per iteration; nothing is trained. Of a run: the table that it printed at its end.
+    """
     from hpcsync.cli import run as commands
 
     with user_errors_in_one_line():
-        commands.show(job, overrides or [], load=load)
+        commands.show(path, overrides or [], load=load)
 
 
 @app.command()

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from hpcsync.cli.watch import viewed
 from hpcsync.config import job as jobs
+from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
 from hpcsync.config.user_code import import_beside, user_code
 from hpcsync.run_dir import lock
@@ -275,13 +276,33 @@ def _settling(folder: Path) -> list[str]:
 
 
 def show(path: Path, overrides: Sequence[str], *, load: bool) -> None:
-    """Print what a job resolves to; a workload function of the user is imported if `load`.
+    """Print what a job resolves to, or the table with which a run has ended.
+
+    Parameters
+    ----------
+    path
+        Job file, or a trace or the folder of a run.
+    overrides
+        Of the keys of a job file.
+    load
+        Import a workload function of the user.
 
     Raises
     ------
     JobError
-        If the job is not valid.
+        If the job is not valid, or a run comes with overrides.
+    TraceError
+        If the trace cannot be read.
     """
+    if path.is_dir() or path.suffix == ".h5":
+        for option in ["--set"] * bool(overrides) + ["--load"] * load:
+            raise JobError(f"{option}: must come with a job file: {path} is a run that has been made")
+        from hpcsync.run_dir import layout
+        from hpcsync.run_dir.progress_line import console
+        from hpcsync.trace.reader import trace_path
+
+        layout.print_summary(trace_path(path), console())
+        return
     _print_remarks(path, overrides)
     job = jobs.load(path, overrides)
     from hpcsync.cli.show import print_job

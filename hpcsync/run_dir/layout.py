@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
+    from hpcsync.report.summary import Summary
+
 TRACE = "trace.h5"
 JOB = "job.toml"
 WEIGHTS = "weights.safetensors"
@@ -277,15 +279,30 @@ def conclude(folder: Path, console: Console) -> None:
     NotWritten
         If the summary cannot be written.
     """
-    from hpcsync.report.summary import summarize, table
-    from hpcsync.trace.reader import opened
-
-    with opened(folder / TRACE) as trace:
-        summary = summarize(trace)
+    summary = _summary(folder / TRACE)
     with whole(folder / SUMMARY) as path:
         path.write_text(json.dumps(summary.as_dict(), indent=2) + "\n", encoding="utf-8")
+    _print_summary(summary, shown(folder) / TRACE, console)
+
+
+def print_summary(trace: Path, console: Console) -> None:
+    """Print the table of a trace, as at the end of its run. Raises TraceError if it cannot be read."""
+    _print_summary(_summary(trace), trace, console)
+
+
+def _summary(trace: Path) -> Summary:
+    from hpcsync.report.summary import summarize
+    from hpcsync.trace.reader import opened
+
+    with opened(trace) as file:
+        return summarize(file)
+
+
+def _print_summary(summary: Summary, trace: Path, console: Console) -> None:
+    from hpcsync.report.summary import table
+
     at_least_80_columns(console).print(table(summary))
-    console.print(f"trace: {shown(folder) / TRACE}", soft_wrap=True, markup=False)
+    console.print(f"trace: {trace}", soft_wrap=True, markup=False)
 
 
 def shown(folder: Path) -> Path:

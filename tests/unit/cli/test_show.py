@@ -1,10 +1,18 @@
 """Command `hpcsync show`."""
 
+from pathlib import Path
+
 import pytest
 
+from hpcsync.cli import run
 from hpcsync.cli.show import print_job, rows
+from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
+from hpcsync.run_dir import layout
+from hpcsync.run_dir.progress_line import console
+from hpcsync.trace.reader import TraceError
 from tests.unit.jobs import make_job
+from tests.unit.simulator.runs import simulated
 
 
 def in_words(job: Job) -> str:
@@ -327,3 +335,24 @@ def test_markup_in_file_names_is_not_interpreted(capsys: pytest.CaptureFixture[s
     print_job(job({"name": "asp"}, cluster={"times_from": "[red]/[/x].h5"}))
     table, _, _ = capsys.readouterr().out.partition("name = ")
     assert "[red]/[/x].h5" in table
+
+
+def test_a_run_is_shown_as_at_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    trace = simulated(tmp_path, {"name": "bsp"}, [0.1, 0.2]).path
+    layout.conclude(trace.parent, console())
+    at_its_end = capsys.readouterr().out
+    for path in (trace.parent.relative_to(tmp_path), trace.relative_to(tmp_path)):
+        run.show(path, [], load=False)
+        assert capsys.readouterr().out == at_its_end
+    assert "finished" in at_its_end and at_its_end.endswith("trace.h5\n")
+
+
+def test_what_is_no_run_or_comes_with_options_of_a_job_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="trace.h5: no such file"):
+        run.show(tmp_path, [], load=False)
+    for options, name in ((["seed=1"], "--set"), ([], "--load")):
+        with pytest.raises(JobError, match=f"^{name}: must come with a job file: .* is a run that has been made$"):
+            run.show(tmp_path, options, load=not options)
