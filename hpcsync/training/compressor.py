@@ -23,6 +23,9 @@ from hpcsync.config.job import Job
 from hpcsync.state import Stateful
 
 
+_quiet = np.errstate(over="ignore", invalid="ignore")  # that a run has diverged is said where its losses are looked at
+
+
 class Compressor(Stateful):
     """The encoder of one worker, with the state of its codec."""
 
@@ -31,6 +34,7 @@ class Compressor(Stateful):
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
 
+    @_quiet
     def encode(self, vector: torch.Tensor, shards: Sequence[slice], ratio: float = math.nan) -> list[torch.Tensor]:
         """Compress a flat vector.
 
@@ -113,6 +117,7 @@ class Compression:
         n_bytes = self._decoder.nominal_bytes(shard.start, shard.stop, ratio)
         return n_bytes + -n_bytes % self.dtype.itemsize
 
+    @_quiet
     def decode(self, payload: torch.Tensor, into: torch.Tensor, shard: slice) -> None:
         """Decode a payload into a shard, shape (stop - start,). Bytes after the payload are ignored."""
         self._decoder.decode(as_array(payload), shard.start, shard.stop, as_array(into))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from itertools import pairwise
 from types import SimpleNamespace
@@ -85,3 +86,14 @@ def test_a_decoded_vector_is_said_to_be_written(monkeypatch):
     (payload,) = compression.compressor(0).encode(torch.ones(SIZE), [compression.whole])
     compression.decode(payload, into, compression.whole)
     assert said == [into] and (into == 1).all()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_that_are_not_finite_stay_so_without_a_warning_of_numpy(name):
+    compression = Compression(make_job(compression={"name": name}), SHAPES, torch.float32)
+    sender, decoded = compression.compressor(0), torch.zeros(SIZE)
+    for value in (1.0, math.inf, math.nan):  # what is not sent of one is added to the next
+        payload, *_ = sender.encode(torch.full((SIZE,), value), [compression.whole])
+        compression.decode(payload, decoded, compression.whole)
+    assert not torch.isfinite(decoded).all()
