@@ -343,7 +343,7 @@ def algorithm_2(times: Rows, steps: Rows, preset: float) -> Rows:
     """
     step_s, push_s, pull_s, encode_s = times.T
     rest_s = step_s * steps + encode_s + pull_s
-    left_s = (rest_s + push_s * min(2.0 * preset, 1.0)).max() - rest_s
+    left_s = (rest_s + push_s * (2.0 * preset)).max() - rest_s
     part = np.divide(left_s, 2.0 * push_s, out=np.ones_like(left_s), where=push_s > 0)
     return np.where(left_s < push_s, np.maximum(part, preset), 1.0)
 

@@ -283,6 +283,7 @@ def test_the_algorithms_by_hand():
     assert algorithm_2(times, np.array([7, 2]), 0.125).tolist() == [0.125, 3.25 / 8]
     assert algorithm_2(times, np.array([7, 2]), 0.5).tolist() == [1.0, 1.0], "sending all elements takes no longer"
     assert algorithm_1(np.zeros((2, 4)), 3).tolist() == [3, 3], "there are no measurements"
+    assert algorithm_2(np.array([[0.4, 0.3, 0.0, 0.0]]), np.array([1]), 0.75).tolist() == [1.0]
     assert algorithm_2(np.zeros((2, 4)), np.array([3, 3]), 0.125).tolist() == [1, 1]
 
 

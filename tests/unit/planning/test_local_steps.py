@@ -36,6 +36,7 @@ def test_elements_with_their_indices_take_twice_their_time():
     assert ratios(many, [1, 1, 1], 0.125, INDEXED) == [0.125, 0.25, 1.0]
     assert ratios(many, [1, 1, 1], 0.125) == [0.125, 0.375, 1.0], "the control: as in the paper"
     assert ratios(many, [1, 1, 1], 0.75, INDEXED) == [1.0, 1.0, 1.0], "so many elements are sent as they are"
+    assert ratios([WorkerProfile(0.4, 0.3, 0.0, 0.0)], [1], 0.75, INDEXED) == [1.0], "0.4 + 0.3 - 0.4 is less than 0.3"
 
 
 def test_a_slow_link_gets_a_small_ratio():
