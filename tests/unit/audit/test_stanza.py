@@ -9,8 +9,9 @@ import math
 import numpy as np
 import pytest
 
+from hpcsync.audit import stanza
 from hpcsync.audit.peer_recount import PeerRecount
-from hpcsync.audit.stanza import batches_are_of_the_groups
+from hpcsync.audit.stanza import batches_are_of_the_groups, both_sides_wait
 from hpcsync.audit.trace_audit import audit
 from hpcsync.config.job import Script
 from hpcsync.paradigms.records import ALL_PEERS
@@ -136,9 +137,22 @@ def test_batches_of_a_script_are_equal():
     run = PeerRecount(of_script)
     run.steps = run.steps[run.steps["worker"] == 1]  # that of a batch is known from a worker with two, too
     assert batches_are_of_the_groups(run, of_script.job.groups).passed
+    run.steps = run.steps[:0]
+    assert batches_are_of_the_groups(run, of_script.job.groups).passed
     row = find(of_script, worker=3, iteration=3)
     assert failing(edit(of_script, "exchanges", row, batch_size=5)) == {BATCHES, BYTES, SAMPLES}
     assert failing(edit(of_script, "exchanges", row, loss=0.5)) == set()  # a script may report any loss
+
+
+@pytest.mark.parametrize(("early_s", "passed"), [(0.4, True), (0.6, False)])
+def test_times_of_a_pair_are_compared_up_to_the_uncertainty_of_both_clocks(trace, early_s, passed):
+    for side in (0, 1):
+        run = PeerRecount(trace)
+        pairs, run.steps, run.uncertain_s = stanza._pairs(run), run.steps.copy(), np.full(len(run.steps), 0.25)
+        below, above = pairs.below[0], pairs.above[0]
+        possible_s = run.steps["begin_s"][above] + run.steps["compute_s"][above]
+        run.steps["end_s"][(below, above)[side]] = (possible_s, run.steps["begin_s"][below])[side] - early_s
+        assert both_sides_wait(run, pairs).passed == passed
 
 
 def test_samples_and_contributions_are_those_of_convolution_workers(trace):
