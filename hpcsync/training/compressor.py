@@ -22,7 +22,6 @@ from hpcsync.config.compression import DenseOptions
 from hpcsync.config.job import Job
 from hpcsync.state import Stateful
 
-
 _quiet = np.errstate(over="ignore", invalid="ignore")  # that a run has diverged is said where its losses are looked at
 
 
