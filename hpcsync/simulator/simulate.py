@@ -115,7 +115,7 @@ def _simulate(
             trace.append("clocks", (0, rank, "virtual", 0.0, 0.0))
         trace.flush()
         watch = _Watch(trace, progress)
-        with on_signals(watch.received.append):
+        with on_signals(watch.note):
             simulation = begin(trace, watch)
             trace.describe(simulation.attributes)
             simulation.run()
@@ -146,14 +146,20 @@ class _Watch:
     """Periodic work during a simulation: handle signals, flush the trace and show progress."""
 
     def __init__(self, trace: TraceWriter, progress: Progress) -> None:
-        self.received: list[int] = []
         self.progress = progress
+        self._received: list[int] = []
         self._trace = trace
         self._pushes = 0
 
+    def note(self, number: int) -> None:
+        """Note a signal until the next push; a second one before it, which may be far away, is handled at once."""
+        if self._received:
+            interrupt(number)
+        self._received.append(number)
+
     def __call__(self, now_s: float, coordinator: Coordinator | PeerCoordinator) -> None:
-        if self.received:
-            interrupt(self.received.pop(0))
+        if self._received:
+            interrupt(self._received.pop(0))
         self._pushes += 1
         if self._pushes % CHORES_EVERY == 0:
             self._trace.flush_if_due(time.monotonic())

@@ -175,6 +175,24 @@ def test_a_signal_ends_it_and_leaves_a_trace(tmp_path, monkeypatch, capsys, numb
     assert signal.getsignal(number) == before
 
 
+def test_a_second_signal_ends_it_before_the_next_push(tmp_path, monkeypatch, capsys):
+    computed = 0
+
+    def loss(model, x, y):
+        nonlocal computed
+        computed += 1
+        assert computed < 6, "otherwise it would compute for days"
+        if computed in (2, 5):
+            signal.raise_signal(signal.SIGINT)
+        return registry.half_squared_error(model, x, y)
+
+    breaking(monkeypatch, loss)
+    status, _ = run(job(paradigm={"name": "easgd", "period": 10**9}), tmp_path / "out")
+    assert status == 1 and computed == 5
+    assert capsys.readouterr().err.startswith("hpcsync: interrupted: SIGINT; the trace so far is")
+    assert load(tmp_path / "out" / "trace.h5").status == "interrupted"
+
+
 @pytest.mark.parametrize("paradigm", ["bsp", "allreduce", "asp"])
 @pytest.mark.parametrize("seconds", [None, 2.5])
 def test_an_evaluation_takes_its_time_beside_training(tmp_path, paradigm, seconds):
