@@ -140,7 +140,7 @@ class Recorder:
         _job(self._name, self._optimizer, math.nan, 1)  # at the end an error would cost the trained model
         if self._out is not None:
             layout.refuse_taken(Path(self._out))
-        if (dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))) == 0:
+        if (dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", launcher.expected_rank()))) == 0:
             layout.refuse_unwritable(self._out)
         self._handles.append(register_module_forward_pre_hook(self._find))
         self._handles.append(register_optimizer_step_pre_hook(self._note_rate))

@@ -182,7 +182,8 @@ class Trials:
         BudgetSpent
             If the budget is spent before.
         JobError
-            If a process that simulates was killed.
+            If a process that simulates was killed, or more than half of the candidates failed, which is not for
+            something of their own.
         """
         todo: dict[Path, Job] = {}
         places: dict[Trained, dict[int, Path]] = {}
@@ -200,14 +201,18 @@ class Trials:
             f"{name}: {plural(n_labels, 'candidate')}, {plural(n, 'run')}, {before} finished already", file=sys.stderr
         )
         failed = self._simulate(todo, name, before)
+        left_out: dict[Trained, Path] = {}
         for trained, of_seeds in places.items():
             if logs := [folder.with_name(f"{folder.name}.log") for folder in of_seeds.values() if folder in failed]:
-                self.failed[trained] = logs[0]
+                left_out[trained] = logs[0]
                 print(f"hpcsync: advise: {name}: {described(trained)} failed, see {logs[0]}", file=sys.stderr)
+        if 2 * len(left_out) > len(every):
+            raise JobError(f"advise: {name}: {len(left_out)} of {len(every)} candidates and learning rates failed")
+        self.failed |= left_out
         return {
             trained: {seed: finished_runs.read(folder).summary for seed, folder in of_seeds.items()}
             for trained, of_seeds in places.items()
-            if trained not in self.failed
+            if trained not in left_out
         }
 
     def _simulate(self, todo: Mapping[Path, Job], about: str, n_before: int) -> set[Path]:

@@ -177,8 +177,6 @@ class _Adviser:
                 rates, about = every, ""
                 while rates:
                     found |= self._trials.run(n + 1, rates, seeds, share * limit_s, about)
-                    if not found:
-                        raise JobError(f"advise: in trial {n + 1} every candidate failed")
                     best = [trained for _, trained in best_rates(found, n_seeds).values()]
                     last = Found(Trial(n + 1, share, limit_s, n_seeds), {trained: found[trained] for trained in best})
                     self._note(last)
@@ -191,6 +189,11 @@ class _Adviser:
                     every = self._best(last, KEPT[n], reference)
         except BudgetSpent as error:
             spent = str(error)
+        except JobError as error:
+            if last is None:
+                raise
+            spent = str(error)
+            print(f"hpcsync: {spent}", file=sys.stderr)
         if last is None:
             print(f"hpcsync: {spent}", file=sys.stderr)
             return 1
@@ -328,6 +331,7 @@ class _Adviser:
             "ranking": reports.numbers(advice),
             "trials": [*self._noted.values()],
             "left_out": self._left_out,
+            "failed": {described(trained): str(log) for trained, log in self._trials.failed.items()},
             "simulated": self._trials.n_simulated,
             "took_s": time.monotonic() - self._begin_s,
             "job": None if job_file is None else str(job_file),
@@ -356,11 +360,9 @@ class _Adviser:
             except BudgetSpent as spent:
                 print(f"hpcsync: {spent}", file=sys.stderr)
             except JobError as error:
-                runs = {}
+                why = f"trial {number} failed"
                 print(f"hpcsync: {error}", file=sys.stderr)
-        if runs == {}:
-            why = f"trial {number} failed"
-        if not runs:
+        if runs is None:
             runs, by = last.summaries, f"with the seeds that have chosen it, hence too early, for {why}"
         predicted = prediction(runs[trained].values())
         if not predicted:

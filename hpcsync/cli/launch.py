@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import sys
@@ -36,7 +37,8 @@ def launch(n: int, program: Sequence[str], timeout_s: float | None = None, *, ov
         raise launcher.LaunchError(f"--timeout {timeout_s:g}: must be a number of seconds greater than 0")
     if not oversubscribe:
         launcher.refuse_crowd(n, f"-n {n}", launcher.environment())
-    if program[0] != "python" and launcher.on_this_node(launcher.environment()) and not shutil.which(program[0]):
+    found = program[0] == "python" or shutil.which(program[0]) or os.access(program[0], os.X_OK)
+    if not found and launcher.on_this_node(launcher.environment()):
         hint = f"; start a script with hpcsync launch -n {n} -- python {program[0]}" * program[0].endswith(".py")
         raise launcher.LaunchError(f"{program[0]}: must be a program that can be started{hint}")
     ended = launcher.launch(n, program, timeout_s=timeout_s)

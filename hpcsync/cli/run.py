@@ -22,7 +22,7 @@ from hpcsync.config.user_code import import_beside, user_code
 from hpcsync.run_dir import lock
 from hpcsync.system import allocation, garbage, gpu_selection, launcher
 from hpcsync.system.process_cleanup import Will
-from hpcsync.system.signals import TO_BE_RESUMED, ending_at_once
+from hpcsync.system.signals import TO_BE_RESUMED, Interrupted, Terminated, ending_at_once, interrupt, on_signals
 
 MOST_IN_VAIN = 3  # deaths in a row without a new checkpoint
 
@@ -73,8 +73,12 @@ def run(
             if in_vain == MOST_IN_VAIN:
                 print(f"hpcsync: died {in_vain} times without a new checkpoint: not restarted", file=sys.stderr)
                 break
-            with ending_at_once():
-                left = allocation.left(attempt.n_ranks)
+            try:
+                with on_signals(interrupt):
+                    left = allocation.left(attempt.n_ranks)
+            except Interrupted as error:
+                print("hpcsync: interrupted", file=sys.stderr)
+                return TO_BE_RESUMED if isinstance(error, Terminated) else 1
             if left.n_ranks < attempt.n_ranks and not attempt.has_checkpoint:
                 what = f"{left.n_ranks} of {attempt.n_ranks} ranks are left, and no checkpoint"
                 print(f"hpcsync: {what}: not restarted", file=sys.stderr)
@@ -168,7 +172,7 @@ def _run(
     if died and restarts:
         made = checkpoints.number_of(newest) > checkpoints.number_of(None if before is None else before.checkpoint)
         return _Attempt(status, n_ranks, folder, newest is not None, made)
-    if restarts:
+    if restarts and status:
         status_file.settle(folder, "failed")
     if newest is not None and status not in (0, 2) and ended.status != TO_BE_RESUMED:
         print(f"hpcsync: use --resume to resume from {newest}", file=sys.stderr)

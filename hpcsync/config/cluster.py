@@ -20,7 +20,7 @@ SECONDS = "a number of at least 0, or a list of them, one per worker"
 Seconds = Annotated[float | tuple[float, ...], one_or_each(float, lambda x: x >= 0, SECONDS)]
 
 # fixed_share: part of an iteration's time, at the job's batch size, that is independent of the number of samples.
-# backward_share: part of it, at its end, in which the gradient becomes complete from its end to its beginning.
+# backward_share: the last part of the iteration, in which the gradient becomes complete, its last elements first.
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 

@@ -71,7 +71,7 @@ class Resumed:
     job
         The job with which the run began.
     active
-        Workers that are active in the checkpoint; none if the run was over.
+        Workers that are active in the checkpoint; with servers none if the run was over.
     """
 
     checkpoint: Path
@@ -83,7 +83,7 @@ class Resumed:
 
         Without servers workers cannot join again. With servers they can while another one is active.
         """
-        started = f"--resume: {n_ranks} rank{'s were' if n_ranks > 1 else ' was'} started; must be"
+        started = f"--resume: {n_ranks} rank{'s' * (n_ranks > 1)}: must be"
         if not self.job.has_servers:
             if n_ranks > len(self.active):
                 raise JobError(f"{started} at most {len(self.active)}, as {self.checkpoint} has workers")

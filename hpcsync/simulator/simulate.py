@@ -29,7 +29,7 @@ from hpcsync.simulator import cluster, factory, peer_transfers, replayed_links
 from hpcsync.simulator.run import Simulation, Watch
 from hpcsync.simulator.server_run import ServerSimulation
 from hpcsync.system.atomic_files import NotWritten
-from hpcsync.system.signals import Interrupted, interrupt, on_signals
+from hpcsync.system.signals import SAVING, Interrupted, interrupt, on_signals
 from hpcsync.system.standard_output import at_least_80_columns
 from hpcsync.trace.provenance import provenance
 from hpcsync.trace.reader import load
@@ -133,7 +133,8 @@ def _simulate(
                 trace.close(status)
         if scalars is not None:
             scalars.close(status)
-        error = of_user(job, error)
+        if status == "failed":
+            error = of_user(job, error)
         if status == "failed" and not isinstance(error, NotWritten | JobError):
             traceback.print_exc()
         so_far = "" if trace is None else f"; the trace so far is {path}"
@@ -155,7 +156,8 @@ class _Watch:
         """Note a signal until the next push; a second one before it, which may be far away, is handled at once."""
         if self._received:
             interrupt(number)
-        self._received.append(number)
+        if number != SAVING:
+            self._received.append(number)
 
     def __call__(self, now_s: float, coordinator: Coordinator | PeerCoordinator) -> None:
         if self._received:

@@ -399,7 +399,8 @@ def _open(path: Path, mode: str) -> h5py.File:
     try:
         file = h5py.File(path, mode, locking="best-effort")
     except BlockingIOError:
-        raise TraceError(f"{path}: another process uses it; `hpcsync watch` shows a run under way") from None
+        hint = "; `hpcsync watch` shows a run under way" * (mode == "r")
+        raise TraceError(f"{path}: another process uses it{hint}") from None
     except OSError as error:
         problem = f"cannot be opened: {_first_line(error)}"
         if found := re.search(r"truncated file: eof = (\d+),.* stored_eof = (\d+)", str(error)):

@@ -360,10 +360,9 @@ class TraceWriter:
                 dataset.resize((end,))
                 dataset[begin:end] = buffer.rows[: buffer.used]
                 self._checksums[table] = checksum(buffer.rows[: buffer.used], self._checksums[table])
+                self._n_rows[table], buffer.used = end, 0
                 if self.observer is not None:
-                    self.observer(table, buffer.rows[: buffer.used])
-                self._n_rows[table] = end
-                buffer.used = 0
+                    self.observer(table, buffer.rows[: end - begin])
         self._spent_s += self._n_waiting * self._append_s
         self._n_waiting = 0
 

@@ -109,8 +109,9 @@ class RunRecorder(Generic[C]):
         self._log = None if given.log is None else ScalarLog(given.log, folder, job)
         self.trace.observer = self._observe
         if resumed is not None:
-            for table, rows in self.trace.written():
-                self._status.tally.add(table, rows)
+            with contextlib.suppress(ValueError, IndexError):  # of a damaged row, which the audit finds
+                for table, rows in self.trace.written():
+                    self._status.tally.add(table, rows)
             self.coordinator.restore(resumed["coordinator"])
             if self.evaluator is not None and resumed["evaluated"] is not None:
                 self.evaluator.resume(resumed["evaluated"], self.coordinator.samples)

@@ -140,7 +140,7 @@ class FollowerSession(LinkedSession):
         return self._shard.store.kept_pieces()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if self._has_served and isinstance(error, Exception):
+        if self._has_served and isinstance(error, NameError | ZeroDivisionError):
             error.add_note(
                 f"hpcsync: rank {self.rank} is a server: sync.shard yields no batch there, so what the loop over it "
                 "assigns or counts is missing after it. Use that on workers only (if sync.worker is not None)."

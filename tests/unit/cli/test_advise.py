@@ -349,10 +349,16 @@ def test_a_candidate_of_which_a_simulation_fails_is_left_out(job, tmp_path, caps
     assert len(advised(out)["ranking"]) == 1 + ("seed" in words), "the control: another rate of the candidate is tried"
 
 
-def test_an_advice_of_which_every_candidate_fails_ends_in_one_line(job, tmp_path, monkeypatch):
+def test_a_trial_of_which_most_candidates_fail_ends_it_with_what_is_known(job, tmp_path, capsys, monkeypatch):
     failing(monkeypatch, "trial-2")
-    with pytest.raises(JobError, match="^advise: in trial 2 every candidate failed$"):
-        main(job, Asked(paradigms=("bsp", "asp"), out=tmp_path / "out"))
+    asked = Asked(paradigms=("bsp", "asp"), out=tmp_path / "out")
+    main(job, asked)
+    said, line = capsys.readouterr(), r"advise: trial 2: (\d) of \1 candidates and learning rates failed"
+    assert re.search(f"hpcsync: {line}", said.err) and re.search(line, said.out)
+    assert advised(tmp_path / "out")["share"] < 1
+    failing(monkeypatch, "trial-1")
+    with pytest.raises(JobError, match=r"^advise: trial 1: (\d+) of \1 candidates and learning rates failed$"):
+        main(job, asked._replace(out=tmp_path / "other"))
 
 
 def test_a_job_that_a_simulation_refuses_is_in_its_log(job, tmp_path):

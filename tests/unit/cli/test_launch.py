@@ -67,6 +67,15 @@ def test_what_cannot_be_started_is_refused_before_the_ranks(
     assert (capsys.readouterr().err, launches) == (message, [])
 
 
+def test_a_program_in_the_working_directory_is_started(
+    launches: list[tuple[object, ...]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch(0o755)
+    status(monkeypatch, "-n", "2", "train.py")
+    assert len(launches) == 1
+
+
 def test_a_program_keeps_its_own_options(
     launches: list[tuple[object, ...]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

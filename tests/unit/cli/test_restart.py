@@ -1,5 +1,6 @@
 """When `hpcsync run` starts the ranks again, and how many, after starts that end as given."""
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,17 @@ def test_fewer_ranks_without_a_checkpoint_would_begin_another_job(starts, capsys
     status, made = starts([died(4, has_checkpoint=False, made_checkpoint=False), FINISHED], 3)
     assert (status, len(made)) == (1, 1)
     assert capsys.readouterr().err == "hpcsync: 3 of 4 ranks are left, and no checkpoint: not restarted\n"
+
+
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 1), (signal.SIGTERM, 75)])
+def test_a_signal_between_two_starts_ends_it(tmp_path, monkeypatch, number, expected):
+    monkeypatch.chdir(tmp_path)
+    FOLDER.mkdir(parents=True)
+    writer(FOLDER)[0].close("running")
+    monkeypatch.setattr(cli.allocation, "left", lambda n: signal.raise_signal(number))
+    monkeypatch.setattr(cli, "_run", lambda *_, **__: died(4))
+    assert cli.run(Path("job.toml"), [], 4, None) == expected
+    assert read(FOLDER).status == "failed"
 
 
 @pytest.mark.parametrize("n_left", [4, 3])

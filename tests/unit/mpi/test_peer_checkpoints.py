@@ -338,7 +338,7 @@ def test_a_refused_resume_is_reported_in_one_line(comm, only, folder, paradigm):
             for name in ("summary.json", "weights.safetensors"):
                 (torn / name).unlink()
         comm.Barrier()
-        with pytest.raises(JobError, match=f"^--resume: {comm.size} ranks were started; must be at most"):
+        with pytest.raises(JobError, match=f"^--resume: {comm.size} ranks: must be at most"):
             resume_run(comm, longer, torn)
     else:
         smaller = job(paradigm, comm.size - 1)

@@ -148,7 +148,7 @@ def test_a_run_resumes_with_its_workers_unless_it_needs_a_rank_for_each(tmp_path
     job = make_job(paradigm=paradigm, cluster={"workers": 3})
     (tmp_path / "job.toml").write_text(job.to_toml())
     assert layout.job_of("job.toml", [], 4, None).cluster.ranks == 4
-    before = Resumed(tmp_path, job, None)
+    before = Resumed(tmp_path, job, frozenset())
     later = layout.job_of("job.toml", ["stop.updates=9"], 4, before)
     assert (later.stop.updates, later.cluster.workers) == (9, workers)
     layout.create(tmp_path, later, before)

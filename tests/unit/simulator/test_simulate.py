@@ -193,6 +193,26 @@ def test_a_second_signal_ends_it_before_the_next_push(tmp_path, monkeypatch, cap
     assert load(tmp_path / "out" / "trace.h5").status == "interrupted"
 
 
+def test_a_second_signal_is_no_error_of_the_workload_that_it_meets(tmp_path, monkeypatch, capsys):
+    """Code of the user that it interrupts, and the control: an exception of that code."""
+    (tmp_path / "of_user.py").write_text(
+        "import signal, torch\n"
+        "from hpcsync.workloads.registry import Workload\n"
+        "def loss(model, x):\n"
+        "    signal.raise_signal(signal.SIGINT)\n"
+        "    return model(x).sum()\n"
+        "def make(lost=False):\n"
+        "    data = torch.utils.data.TensorDataset(torch.ones(8, 2))\n"
+        "    return Workload(torch.nn.Linear(2, 1), (lambda *_: {}['lost']) if lost else loss, data, None)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for lost, words in ((False, "interrupted: SIGINT"), (True, "failed: workload.name")):
+        workload = {"name": "of_user:make", "batch_size": 1, "options": {"lost": lost}}
+        tables = {"paradigm": {"name": "easgd", "period": 1000}, "evaluation": {"every_samples": 0}}
+        assert run(job(workload=workload, **tables), tmp_path / f"out-{lost}")[0] == 1
+        assert capsys.readouterr().err.startswith(f"hpcsync: {words}")
+
+
 @pytest.mark.parametrize("paradigm", ["bsp", "allreduce", "asp"])
 @pytest.mark.parametrize("seconds", [None, 2.5])
 def test_an_evaluation_takes_its_time_beside_training(tmp_path, paradigm, seconds):
