@@ -182,8 +182,8 @@ class Trials:
         BudgetSpent
             If the budget is spent before.
         JobError
-            If a process that simulates was killed, or more than half of the candidates failed, which is not for
-            something of their own.
+            If a process that simulates was killed, or more than half of the candidates failed: the cause is then
+            hardly in them.
         """
         todo: dict[Path, Job] = {}
         places: dict[Trained, dict[int, Path]] = {}

@@ -299,8 +299,10 @@ def show(path: Path, overrides: Sequence[str], *, load: bool) -> None:
         If the trace cannot be read.
     """
     if path.is_dir() or path.suffix == ".h5":
-        for option in ["--set"] * bool(overrides) + ["--load"] * load:
-            raise JobError(f"{option}: must come with a job file: {path} is a run that has been made")
+        if overrides or load:
+            raise JobError(
+                f"{'--set' if overrides else '--load'}: must come with a job file: {path} is a run that has been made"
+            )
         from hpcsync.run_dir import layout
         from hpcsync.run_dir.progress_line import console
         from hpcsync.trace.reader import trace_path

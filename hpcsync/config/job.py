@@ -469,7 +469,7 @@ def of_any_seed(job: Job) -> dict[str, Any]:
     table.pop("seed", None)
     table.pop("predicted", None)
     compute = table["cluster"].get("compute", {})
-    if isinstance(compute, dict) and "table" in compute:
+    if "table" in compute:
         path = Path(compute["table"])
         if path.stem.endswith(f"-{job.seed}"):
             compute["table"] = str(path.with_name(f"{path.stem.removesuffix(str(job.seed))}SEED{path.suffix}"))

@@ -12,6 +12,7 @@ from markupsafe import Markup
 from hpcsync.html_report.run_data import DECIDED_WORKERS, PARTS, Decisions, RunData, add, evenly
 from hpcsync.html_report.svg import WIDTH, Panel, Scale, element, limits, number, path, picture, short, text, title
 from hpcsync.report.variants import Estimate
+from hpcsync.report.wording import TO_LAST_ITERATION
 from hpcsync.trace.schema import Change, Rows
 
 COLOURS, DASHES = 8, 4  # of the style sheet; later series repeat the colours with other dashes
@@ -140,7 +141,7 @@ def _bottom_axis(x: Scale, top: float, height: float, name: str) -> list[Markup]
 
 # ---- time of the workers ----
 
-TO_LAST_ITERATION = "Shares of the time to a worker's last iteration, not to the run's end"
+ABOUT_SHARES = f"Shares {TO_LAST_ITERATION}."
 
 
 def time_of_variants(runs: Mapping[str, Sequence[RunData]]) -> Figure:
@@ -148,7 +149,7 @@ def time_of_variants(runs: Mapping[str, Sequence[RunData]]) -> Figure:
     sums_s = {label: np.sum([run.parts_s.sum(axis=0) for run in each], axis=0) for label, each in runs.items()}
     drawn, rows = _bars("Time of all workers, by variant", "", sums_s, 40)
     parts = _parts(sums_s.values())
-    return Figure("Time of all workers", [("", drawn)], parts, Table(_BAR_COLUMNS, rows), f"{TO_LAST_ITERATION}.")
+    return Figure("Time of all workers", [("", drawn)], parts, Table(_BAR_COLUMNS, rows), ABOUT_SHARES)
 
 
 def time_of_workers(runs: Mapping[str, Sequence[RunData]]) -> Figure:
@@ -168,7 +169,7 @@ def time_of_workers(runs: Mapping[str, Sequence[RunData]]) -> Figure:
     caption = f"Time of each worker, seed {' or '.join(map(str, seeds))}"
     parts = _parts(row for each in runs.values() for row in each[0].parts_s)
     some = f" At most {BAR_WORKERS} evenly spaced of {most:,} workers." if most > BAR_WORKERS else ""
-    return Figure(caption, panels, parts, Table(_BAR_COLUMNS, rows), f"{TO_LAST_ITERATION}.{some}")
+    return Figure(caption, panels, parts, Table(_BAR_COLUMNS, rows), f"{ABOUT_SHARES}{some}")
 
 
 _BAR_COLUMNS = ("", *(f"{PART_NAMES[part]} (%)" for part in PARTS), "total (s)")

@@ -22,7 +22,7 @@ from hpcsync.config.predicted import Prediction
 from hpcsync.report import between
 from hpcsync.report.aggregate import Tally
 from hpcsync.report.lead import push_leads
-from hpcsync.report.wording import plural
+from hpcsync.report.wording import TO_LAST_ITERATION, plural
 from hpcsync.trace import schema
 from hpcsync.trace.reader import Trace, TraceFile
 from hpcsync.trace.schema import Rows
@@ -507,7 +507,7 @@ _SEPARATED: dict[str, Callable[[WorkerSummary], str]] = {
     "layers": lambda row: row.layers or "-",
     **{name: cell for name, cell in _EXCHANGING.items() if name not in ("worker", "exchanges")},
 }
-_ABOUT_SHARES = "shares: of the time to a worker's last iteration, not to the run's end"
+_ABOUT_SHARES = f"shares: {TO_LAST_ITERATION}"
 _ABOUT_PUSHING = "staleness: mean (largest), in updates; leads: the largest, in pushes"
 _ABOUT_COMMITTING = "staleness: mean (largest), in updates; steps, of data, sent: as last planned"
 _ABOUT_EXCHANGING = "exchanges: with another worker or with all of them"

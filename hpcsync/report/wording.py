@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+TO_LAST_ITERATION = "of the time to a worker's last iteration, not to the run's end"  # what shares of time are
+
 
 def rounded(value: float, digits: int = 4) -> str:
     """Return a number with so many significant digits, or whole if it has as many before the point; with commas."""

@@ -19,6 +19,7 @@ from hpcsync.config.job import Job, used
 from hpcsync.core.assignments import create_paradigm
 from hpcsync.core.coordinator import Coordinator, NoRecorder, coordinate
 from hpcsync.core.peer_coordinator import PeerCoordinator
+from hpcsync.report.wording import plural
 from hpcsync.run_dir import checkpoint_files
 from hpcsync.state import StateError, built
 from hpcsync.system.atomic_files import naming, sync
@@ -83,13 +84,13 @@ class Resumed:
 
         Without servers workers cannot join again. With servers they can while another one is active.
         """
-        started = f"--resume: {n_ranks} rank{'s' * (n_ranks > 1)}: must be"
+        said = f"--resume: {plural(n_ranks, 'rank')}: must be"
         if not self.job.has_servers:
             if n_ranks > len(self.active):
-                raise JobError(f"{started} at most {len(self.active)}, as {self.checkpoint} has workers")
+                raise JobError(f"{said} at most {len(self.active)}, as {self.checkpoint} has workers")
         elif self.active and n_ranks <= (first := self.job.cluster.servers + min(self.active)):
             raise JobError(
-                f"{started} at least {first + 1}: in {self.checkpoint} the workers before worker {min(self.active)} "
+                f"{said} at least {first + 1}: in {self.checkpoint} the workers before worker {min(self.active)} "
                 "have left, and a run ends without an active worker"
             )
 

@@ -91,7 +91,7 @@ def refuse_taken(folder: Path) -> None:
 
 def refuse_unwritable(out: str | Path | None) -> None:
     """Raise JobError if the folder of a run could not be written; nothing is created."""
-    folder = RUNS / "new" if out is None else Path(out)
+    folder = _would_be(out)
     with _as_job_error(folder):
         existing = next(path for path in (folder, *folder.parents) if path.exists())
         tempfile.TemporaryFile(dir=existing).close()
@@ -99,8 +99,12 @@ def refuse_unwritable(out: str | Path | None) -> None:
 
 def missing_above(out: str | Path | None) -> list[Path]:
     """Return the folders above that of a run which do not exist yet, the innermost first."""
-    folder = RUNS / "new" if out is None else Path(out)
-    return list(itertools.takewhile(lambda above: not above.exists(), folder.parents))
+    return list(itertools.takewhile(lambda above: not above.exists(), _would_be(out).parents))
+
+
+def _would_be(out: str | Path | None) -> Path:
+    """Return the folder of a run, or without one a folder where that would be."""
+    return RUNS / "new" if out is None else Path(out)
 
 
 def finished_already(out: str | Path | None, resume: bool) -> bool:

@@ -211,7 +211,7 @@ class TraceWriter:
         """Yield the rows in the file with their tables' names, in slices, as an observer would have seen them."""
         for table in _membership_first(self._datasets):
             for begin in range(0, self._n_rows[table], COPIED_ROWS):
-                yield table, self._datasets[table][begin : min(begin + COPIED_ROWS, self._n_rows[table])]
+                yield table, self._datasets[table][begin : begin + COPIED_ROWS]
 
     def describe(self, attributes: Mapping[str, Any]) -> None:
         """Add root attributes that only became known during the run; the next flush writes them."""
