@@ -162,8 +162,9 @@ class Moment(NamedTuple):
 
 
 def recent(moments: Sequence[Moment], moment: Moment) -> list[Moment]:
-    """Return the moments of the last `RECENT_S` seconds, of which this one is the last."""
-    return [m for m in moments if m.clock_s >= moment.clock_s - RECENT_S] + [moment]
+    """Return the moments of the last `RECENT_S` seconds, at least `WINDOWS` + 1 if known; this one is the last."""
+    n_recent = sum(m.clock_s >= moment.clock_s - RECENT_S for m in moments)
+    return [*moments[-max(n_recent, WINDOWS) :], moment]
 
 
 def samples_per_s(moments: Sequence[Moment]) -> float | None:

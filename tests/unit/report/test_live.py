@@ -15,6 +15,7 @@ from hpcsync.report import live_view
 from hpcsync.report.live import (
     PARTS,
     VERSION,
+    WINDOWS,
     Decision,
     Moment,
     NotFinite,
@@ -23,9 +24,11 @@ from hpcsync.report.live import (
     Status,
     Workers,
     columns,
+    recent,
     time_left,
 )
 from hpcsync.report.summary import summarize
+from hpcsync.run_dir.status_file import SELDOM_S
 from hpcsync.trace.schema import Phase
 from tests.unit.trace.peer_recorder import record as record_peers
 from tests.unit.trace.recorder import record
@@ -138,6 +141,15 @@ def test_the_time_left_follows_from_the_rate_and_its_spread():
     mean, least, most = time_left(moments([0, 0.01, 0.02, 0.04, 0.06, 0.07, 0.08]))
     assert (least, most) == pytest.approx((0.92 / 0.02, 0.92 / 0.01))
     assert mean == pytest.approx(0.92 / (0.08 / 6))
+
+
+@pytest.mark.parametrize(("every_s", "n_kept"), [(1.0, 61), (SELDOM_S + 0.05, WINDOWS + 1)])
+def test_the_time_left_is_known_however_seldom_the_status_is_written(every_s, n_kept):
+    kept = []
+    for i in range(100):
+        kept = recent(kept, Moment(i * every_s, i * every_s, i, i / 200))
+    assert len(kept) == n_kept
+    assert time_left(kept) == pytest.approx((101 * every_s,) * 3)
 
 
 @pytest.mark.parametrize("shares", [[0.1] * 12, [math.nan] * 12, [0.1, 0.2, 0.3]])
