@@ -103,7 +103,7 @@ class EvaluationOptions(Table):
 
 # ---- the whole job ----
 
-A_NAME = "letters, digits and . _ + - (it names the folder of a run), such as digits-dssp"
+A_NAME = "letters, digits and . _ + -, first a letter or digit (it names the folder of a run), such as digits-dssp"
 
 
 class Job(Table):

@@ -15,6 +15,7 @@ from hpcsync.config.errors import JobError, shown
 from hpcsync.config.job import Job, Script, refuse_unevaluated
 from hpcsync.config.workloads import Timing
 from hpcsync.paradigms.stanza import StanzaOptions
+from hpcsync.planning.checks import is_number
 from hpcsync.training import compressor
 from hpcsync.training.flat_model import flat_dtype, trainable
 from hpcsync.training.model_split import ModelSplit, check_cut, cut
@@ -44,7 +45,7 @@ def optimizer_spec(job: Job) -> OptimizerSpec:
     spec = OptimizerSpec.of_job(job)
     try:
         _try(spec)
-    except (ValueError, TypeError, IndexError, RuntimeError) as error:
+    except (ValueError, TypeError, IndexError, RuntimeError, ArithmeticError) as error:
         raise JobError(f"optimizer = {shown(settings.options)}: torch says: {str(error).splitlines()[0]}") from None
     return spec
 
@@ -54,15 +55,11 @@ def _unlike(value: Any, default: Any) -> str | None:
     if isinstance(default, bool):
         return None if isinstance(value, bool) else "true or false"
     if isinstance(default, int | float):
-        return None if _is_number(value) else f"a number, such as {default:g}"
+        return None if is_number(value) else f"a number, such as {default:g}"
     if isinstance(default, tuple):
-        alike = isinstance(value, list | tuple) and len(value) == len(default) and all(map(_is_number, value))
+        alike = isinstance(value, list | tuple) and len(value) == len(default) and all(map(is_number, value))
         return None if alike else f"a list of {len(default)} numbers, such as {shown(default)}"
     return None
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _try(spec: OptimizerSpec) -> None:

@@ -362,7 +362,8 @@ SECONDS = "must be a number of at least 0, or a list of them, one per worker"
 MILESTONES = "must be a list of whole numbers of at least 1, each greater than the one before"
 PARADIGMS = ", ".join(OPTIONS)
 CODECS = "none, top-k, random-k, dgc, qsgd, one-bit, sign, powersgd, fp16, bf16"
-A_NAME = "must be letters, digits and . _ + - (it names the folder of a run), such as digits-dssp"
+A_NAME = "must be letters, digits and . _ + -, first a letter or digit (it names the folder of a run)"
+A_NAME += ", such as digits-dssp"
 
 MISTAKES = {
     # unknown and missing keys
@@ -418,6 +419,7 @@ MISTAKES = {
     'workload={name="a:b",options=3}': "workload.options = 3: must be a table",
     # ranges
     "name=": f'name = "": {A_NAME}',
+    "name=_x": f'name = "_x": {A_NAME}',
     "name=../x": f'name = "../x": {A_NAME}',
     "seed=-1": "seed = -1: must be at least 0",
     "seed=9223372036854775808": "seed = 9223372036854775808: must be a whole number of at most 64 bits",

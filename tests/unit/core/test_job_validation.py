@@ -1,5 +1,6 @@
 """Jobs whose errors only torch can find: one line each with key, value and allowed values."""
 
+import math
 import sys
 from types import ModuleType
 
@@ -103,6 +104,7 @@ def test_options_of_the_optimizer(options, message):
         ("sgd", {"nesterov": True}),
         ("adam", {"betas": [0.9, 1.5]}),
         ("rprop", {"etas": [1.5, 0.5]}),
+        ("asgd", {"lambd": -10.0}),  # with which its first step divides by zero
     ],
 )
 def test_values_that_torch_refuses(name, options):
@@ -116,6 +118,12 @@ def test_values_that_torch_refuses(name, options):
         ("adam", {"betas": 0.9}, "betas = 0.9: must be a list of 2 numbers, such as [0.9, 0.999]"),
         ("rprop", {"etas": [0.5, "a"]}, 'etas = [0.5, "a"]: must be a list of 2 numbers, such as [0.5, 1.2]'),
         ("sgd", {"momentum": "high"}, 'momentum = "high": must be a number, such as 0'),
+        ("sgd", {"momentum": math.nan}, "momentum = NaN: must be a number, such as 0"),
+        (
+            "rprop",
+            {"step_sizes": [1e-6, math.nan]},
+            "step_sizes = [1e-06, NaN]: must be a list of 2 numbers, such as [1e-06, 50]",
+        ),
         ("sgd", {"dampening": True}, "dampening = true: must be a number, such as 0"),
         ("sgd", {"nesterov": 1}, "nesterov = 1: must be true or false"),
     ],
