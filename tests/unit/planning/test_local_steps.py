@@ -31,11 +31,11 @@ def test_the_golden_ratios():
 
 
 def test_elements_with_their_indices_take_twice_their_time():
-    """Three workers with 10, 9 and 6 s of steps and pushes of 4 s: the last sends an eighth of it in 1 s."""
-    many = [WorkerProfile(iteration_s, 4.0, 0.0, 0.0) for iteration_s in (10.0, 9.0, 6.0)]
-    assert ratios(many, [1, 1, 1], 0.125, INDEXED) == [0.125, 0.25, 1.0]
-    assert ratios(many, [1, 1, 1], 0.125) == [0.125, 0.375, 1.0], "the control: as in the paper"
-    assert ratios(many, [1, 1, 1], 0.75, INDEXED) == [1.0, 1.0, 1.0], "so many elements are sent as they are"
+    """Workers with 10, 9, 7 and 6 s of steps and pushes of 4 s: the last sends an eighth of it in 1 s."""
+    many = [WorkerProfile(iteration_s, 4.0, 0.0, 0.0) for iteration_s in (10.0, 9.0, 7.0, 6.0)]
+    assert ratios(many, [1] * 4, 0.125, INDEXED) == [0.125, 0.25, 1.0, 1.0]
+    assert ratios(many[:2], [1] * 2, 0.125) == [0.125, 0.375], "the control: as in the paper"
+    assert ratios(many, [1] * 4, 0.75, INDEXED) == [1.0] * 4, "so many elements are sent as they are"
     assert ratios([WorkerProfile(0.4, 0.3, 0.0, 0.0)], [1], 0.75, INDEXED) == [1.0], "0.4 + 0.3 - 0.4 is less than 0.3"
 
 
