@@ -362,8 +362,9 @@ SECONDS = "must be a number of at least 0, or a list of them, one per worker"
 MILESTONES = "must be a list of whole numbers of at least 1, each greater than the one before"
 PARADIGMS = ", ".join(OPTIONS)
 CODECS = "none, top-k, random-k, dgc, qsgd, one-bit, sign, powersgd, fp16, bf16"
-A_NAME = "must be letters, digits and . _ + -, first a letter or digit (it names the folder of a run)"
-A_NAME += ", such as digits-dssp"
+A_NAME = (
+    "must be letters, digits and . _ + -, first a letter or digit (it names the folder of a run), such as digits-dssp"
+)
 
 MISTAKES = {
     # unknown and missing keys
