@@ -152,7 +152,7 @@ def trial_numbers(runs: Mapping[int, Summary]) -> dict[str, Any]:
         "seeds": list(runs),
         "arrived": len(times),
         "time_s": sum(times) / len(times) if len(times) == len(runs) else None,
-        "loss": sum(losses) / len(losses) if losses else None,
+        "loss": sum(losses) / len(losses) if len(losses) == len(runs) else None,
         "predicted": prediction(runs.values()),
     }
 

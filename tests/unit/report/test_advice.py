@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from hpcsync.report.advice import Trial, conclude, prediction, rounded, simplest, table, verdict, why
+from hpcsync.report.advice import Trial, conclude, prediction, rounded, simplest, table, trial_numbers, verdict, why
 from hpcsync.report.variants import compare
 
 ORDER = ["allreduce", "bsp", "asp", "gossip"]
@@ -139,6 +139,13 @@ def test_a_further_run_lies_within_the_predicted_interval_in_80_percent():
     )
     assert prediction(runs(10.0, None).values()) == {}
     assert prediction(runs(10.0).values()).keys() == {"seconds", "samples_per_s"}, "one run shows no spread"
+
+
+def test_means_of_a_trial_need_a_value_of_every_seed():
+    found = trial_numbers(runs(2.0, 4.0))
+    assert (found["seeds"], found["arrived"], found["time_s"], found["loss"]) == ([0, 1], 2, 3.0, 1.0)
+    found = trial_numbers({0: runs(2.0)[0], 1: runs(None, loss=None)[0]})
+    assert (found["arrived"], found["time_s"], found["loss"], found["predicted"]) == (1, None, None, {})
 
 
 def test_times_of_hours_are_written_in_full():

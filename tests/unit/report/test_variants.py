@@ -100,6 +100,7 @@ def test_means_need_a_value_of_every_run() -> None:
     [
         ({"a": runs(1.0, 2.0), "b": runs(1.0, 2.0)}, "no probabilities: 2 common seeds, at least 3 are needed"),
         ({"a": runs(1.0, 2.0, 3.0), "b": runs(1.0, 2.0, 3.0, 4.0)}, "the variants have different seeds"),
+        ({"a": runs(1.0, 2.0), "b": runs(1.0, 2.0, 3.0)}, "no intervals for fewer than 3 seeds"),
         ({"a": runs(None, target=None), "b": runs(None, target=None)}, "no target, so no time to it"),
         ({"a": runs(1.0), "b": runs(1.0, target="loss 0.1")}, "different targets: accuracy 0.9, loss 0.1"),
     ],
@@ -121,13 +122,33 @@ def printed(found: variants.Variants) -> list[str]:
 
 def test_runs_without_a_target_are_not_said_to_have_missed_it() -> None:
     lines = printed(compare({"a": runs(None, None, None, target=None), "b": runs(None, None, None, target=None)}))
-    assert not any("of 3" in line or "to target:" in line for line in lines)
+    assert not any(words in line for line in lines for words in ("of 3", "n of m", "to target:"))
     assert any("0 of 3" in line for line in printed(compare({"a": runs(None, None, None), "b": runs(1.0, 2.0, 3.0)})))
+
+
+@pytest.mark.parametrize(("accuracies", "quality"), [((None, None), "loss"), ((None, 0.9), "accuracy")])
+def test_the_last_column_is_the_loss_if_no_variant_has_an_accuracy(
+    accuracies: tuple[float | None, ...], quality: str
+) -> None:
+    found = compare({f"v{i}": runs(1.0, final_accuracy=accuracy) for i, accuracy in enumerate(accuracies)})
+    assert printed(found)[0].endswith(quality)
+
+
+def test_arrivals_are_shown_where_variants_have_different_targets() -> None:
+    found = compare({"a": runs(1.0, None, 3.0), "b": runs(1.0, 2.0, 3.0, target="loss 0.1")})
+    assert found.target is None
+    assert any(line.startswith("a ") and "2 of 3" in line for line in printed(found))
+
+
+@pytest.mark.parametrize(("speed", "said"), [(9.996, "10.0"), (99.96, "100"), (999.7, "1,000")])
+def test_numbers_are_rounded_to_three_digits_before_these_are_counted(speed: float, said: str) -> None:
+    assert f" {said} " in printed(compare({"a": runs(1.0, samples_per_s=speed)}))[1]
 
 
 def test_a_long_option_is_whole_in_place_of_the_bytes() -> None:
     short = {"asp": runs(9.25, 8.0, 9.0), "bsp": runs(3.0, 1.0, 2.0)}
     assert "MB" in printed(compare(short))[0]
+    assert " 2.00 " in printed(compare(short))[1], "2,000,000 bytes"
     assert "MB: moved by all workers" in " ".join(printed(compare(short)))
     lines = printed(compare({"dssp staleness_min=3 staleness_max=15": runs(5.0, 4.0, 3.0), **short}))
     assert any(line.startswith("staleness_max=15 ") for line in lines)
@@ -167,7 +188,7 @@ def test_latex_is_escaped() -> None:
 
 def test_the_merit_of_a_setting() -> None:
     arrives, later, seldom = runs(1.0, 2.0), runs(1.0, 3.0), runs(0.5, None)
-    ordered = [arrives, later, seldom, {1: summary(0.5)}, runs(None, None), {}]
+    ordered = [arrives, later, seldom, {1: summary(0.5)}, runs(None, None), {1: summary(None, final_loss=0.1)}, {}]
     merits = [merit(each.values(), 2) for each in ordered]
     assert merits == sorted(merits)
     without = [runs(None, None, final_loss=loss) for loss in (0.1, 0.2, math.nan)]
