@@ -55,7 +55,9 @@ def test_resolved_jobs_come_back_equal(keys: dict[str, Any]) -> None:
 
 
 def test_a_table_has_a_purpose() -> None:
-    with pytest.raises(JobError, match=r"^batches.policy: missing; must be one of \"equal\", \"proportional\""):
+    with pytest.raises(
+        JobError, match='^batches.policy: missing; must be one of "equal", "proportional", "equal-finish"$'
+    ):
         make_job(batches={"maximum": 16})
 
 
@@ -71,7 +73,7 @@ def test_limits_are_for_all_workers_or_for_each() -> None:
     assert job(**SPEED, maximum=[16, 32, 64, 128]).batches.maxima(4) == [16, 32, 64, 128]
 
 
-@pytest.mark.parametrize("keys", [{"minimum": 32}, {"maximum": 32}, {"total": 160, "minimum": 40, "maximum": 40}])
+@pytest.mark.parametrize("keys", [{"minimum": 32}, {"maximum": 32}, {"total": 4, "maximum": 1}])
 def test_there_may_be_one_way_only(keys: dict[str, Any]) -> None:
     job(**SPEED, **keys)
 
@@ -97,6 +99,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({**SPEED, "gain": -0.1}, "batches.gain = -0.1: must be at least 0"),
     ({**SPEED, "gain": 1}, "batches.gain = 1: must be less than 1"),
     ({**SPEED, "maximum": 0}, f"batches.maximum = 0: {MANY}"),
+    ({**SPEED, "minimum": 0, "maximum": 3}, "batches.minimum = 0: must be at least 1"),
     ({**SPEED, "maximum": 1.5}, f"batches.maximum = 1.5: {MANY}"),
     ({**SPEED, "maximum": True}, f"batches.maximum = true: {MANY}"),
     ({**SPEED, "maximum": []}, f"batches.maximum = []: {MANY}"),
