@@ -16,7 +16,7 @@ from hpcsync.config.time_table import read_times
 # ---- compute times ----
 
 
-SECONDS = "a number of at least 0, or a list of them, one per worker"
+SECONDS = "a finite number of at least 0, or a list of them, one per worker"
 Seconds = Annotated[float | tuple[float, ...], one_or_each(float, lambda x: x >= 0, SECONDS)]
 
 # fixed_share: part of an iteration's time, at the job's batch size, that is independent of the number of samples.
@@ -164,7 +164,7 @@ def _tables(events: Any) -> Any:
 
 # ---- network ----
 
-BANDWIDTH = "a number greater than 0, or a list of them, one per worker"
+BANDWIDTH = "a finite number greater than 0, or a list of them, one per worker"
 
 
 class Network(Table):

@@ -196,9 +196,10 @@ class Job(Table):
     def _batches_can_be_allocated(self) -> Self:
         if self.batches.policy != "equal" and not self.paradigm.allocates:
             allocated = 'batches are allocated by servers, or by all workers together under "allreduce"'
+            why = "its workers make several local steps a push" if self.commits else allocated
             raise JobError(
                 f'batches.policy = {shown(self.batches.policy)}: must be "equal" with paradigm.name = '
-                f'"{self.paradigm.name}": {"its workers differ in their local steps" if self.commits else allocated}'
+                f'"{self.paradigm.name}": {why}'
             )
         self.batches.check(self.batch_total, self.cluster.workers)
         return self
@@ -207,8 +208,9 @@ class Job(Table):
     def _others_can_continue(self) -> Self:
         paradigm = self.paradigm
         if self.cluster.on_death == "continue" and not self.has_servers and paradigm.lead_bound < math.inf:
+            must_be = '"end"' if isinstance(self.workload, Script) else '"end" or "restart"'
             raise JobError(
-                f'cluster.on_death = "continue": must be "end" with {paradigm.stated_form}, '
+                f'cluster.on_death = "continue": must be {must_be} with {paradigm.stated_form}, '
                 "whose exchanges need all workers"
             )
         return self

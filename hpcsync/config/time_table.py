@@ -58,5 +58,5 @@ def _add_time(times: list[list[float]], row: dict[str | None, str], where: str) 
     if iteration != len(times[worker]):
         raise JobError(f"{where}: iteration = {iteration}: must be {len(times[worker])}, the next of worker {worker}")
     if not 0 <= seconds < math.inf:
-        raise JobError(f"{where}: seconds = {seconds}: must be at least 0")
+        raise JobError(f"{where}: seconds = {seconds}: must be a finite number of at least 0")
     times[worker].append(seconds)

@@ -247,7 +247,7 @@ def test_every_rank_has_a_rate() -> None:
     assert Network(server_bandwidth_gbit=4).rates(1, 1) == [5e8, 1.25e9]
 
 
-BANDWIDTH = "must be a number greater than 0, or a list of them, one per worker"
+BANDWIDTH = "must be a finite number greater than 0, or a list of them, one per worker"
 
 
 @pytest.mark.parametrize(
@@ -302,11 +302,14 @@ def test_the_trace_of_times_need_not_be_there_to_read_a_job() -> None:
     ids=str,
 )
 def test_workers_that_exchange_together_cannot_leave(paradigm: dict[str, Any], named: str) -> None:
-    with pytest.raises(JobError) as caught:
-        make_job(paradigm=paradigm, cluster={"workers": 3, "on_death": "continue"})
-    assert str(caught.value) == (
-        f'cluster.on_death = "continue": must be "end" with {named}, whose exchanges need all workers'
-    )
+    script = {"workload": {"name": "script"}, "stop": {}}
+    for tables, allowed in (({}, '"end" or "restart"'), (script, '"end"')):
+        with pytest.raises(JobError) as caught:
+            make_job(**tables, paradigm=paradigm, cluster={"workers": 3, "on_death": "continue"})
+        assert str(caught.value) == (
+            f'cluster.on_death = "continue": must be {allowed} with {named}, whose exchanges need all workers'
+        )
+    make_job(paradigm=paradigm, cluster={"workers": 3, "on_death": "restart"})
 
 
 @pytest.mark.parametrize("paradigm", [{"name": "bsp"}, {"name": "gossip", "mode": "push-sum"}], ids=str)

@@ -358,7 +358,7 @@ def test_ranks_are_servers_and_workers(path: Path) -> None:
 
 # ---- mistakes ----
 
-SECONDS = "must be a number of at least 0, or a list of them, one per worker"
+SECONDS = "must be a finite number of at least 0, or a list of them, one per worker"
 MILESTONES = "must be a list of whole numbers of at least 1, each greater than the one before"
 PARADIGMS = ", ".join(OPTIONS)
 CODECS = "none, top-k, random-k, dgc, qsgd, one-bit, sign, powersgd, fp16, bf16"
@@ -452,6 +452,7 @@ MISTAKES = {
     'cluster={device="cuda",window="host"}': 'cluster.window = "host": must be "auto", "mpi", "ipc" or "staged" with '
     'cluster.device = "cuda"',
     "cluster.compute.seconds=-1": f"cluster.compute.seconds = -1: {SECONDS}",
+    "cluster.compute.seconds=inf": f"cluster.compute.seconds = inf: {SECONDS}",
     "cluster.compute.seconds=[]": f"cluster.compute.seconds = []: {SECONDS}",
     "cluster.compute.jitter=-1": "cluster.compute.jitter = -1: must be at least 0",
     "cluster.compute.fixed_share=-0.1": "cluster.compute.fixed_share = -0.1: must be at least 0",

@@ -196,8 +196,8 @@ def test_optimizers_run_on_the_workers_and_batches_are_equal(name: str) -> None:
     with pytest.raises(JobError) as caught:
         make_job(paradigm={"name": name}, batches={"policy": "proportional"})
     assert str(caught.value) == (
-        f'batches.policy = "proportional": must be "equal" with paradigm.name = "{name}": its workers differ in their '
-        "local steps"
+        f'batches.policy = "proportional": must be "equal" with paradigm.name = "{name}": its workers make several '
+        "local steps a push"
     )
     with pytest.raises(JobError, match=f'^optimizer.async_lr_scale = "1/workers": must be 1.0 .*"{name}"'):
         make_job(paradigm={"name": name}, optimizer={"name": "sgd", "lr": 0.1, "async_lr_scale": "1/workers"})
