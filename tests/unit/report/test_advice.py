@@ -88,8 +88,9 @@ def test_who_misses_the_target_once_is_not_advised_and_without_any_nobody_is():
 def test_without_any_time_the_loss_ranks_them():
     losses = {"bsp": 0.5, "asp": math.nan, "gossip": 0.2}
     none = {label: runs(None, None, None, loss=loss) for label, loss in losses.items()}
+    none["allreduce"] = runs(1.0, None, None, loss=9.0)
     advice = conclude(compare(none), ORDER)
-    assert [row.label for row in advice.ranking] == ["gossip", "bsp", "asp"]
+    assert [row.label for row in advice.ranking] == ["allreduce", "gossip", "bsp", "asp"], "arrivals come first"
     words = shown(table(advice, dict.fromkeys(none, 1.0)))
     assert "by loss" in words and "behind" not in words
     timed = conclude(compare({"bsp": runs(1.0), "asp": runs(None)}), ORDER)
@@ -116,9 +117,25 @@ def test_what_few_seeds_cannot_tell_apart_is_said_to_follow_from_few(n, words):
     assert words in verdict(advice, "loss 0.3", Trial(3, 1.0, 9.0, n))[1]
 
 
+def test_the_verdict_says_which_trial_it_is_of():
+    none = conclude(compare({"bsp": runs(None)}), ORDER)
+    assert verdict(none, None, Trial(3, 1.0, 9.0, 1)) == [
+        "No candidate reached the target with every seed: none is advised."
+    ]
+    said = "Too early for an advice: in trial 1, with 11 % of the time, no candidate reached loss 0.3"
+    lines = ["The ranking is provisional, by the loss after 1 of 9 virtual s."]
+    assert verdict(none, "loss 0.3", Trial(1, 1 / 9, 9.0, 1)) == [f"{said}.", *lines]
+    assert verdict(none, "loss 0.3", Trial(1, 1 / 9, 9.0, 3)) == [f"{said} with every seed.", *lines]
+    some = conclude(compare({"bsp": runs(1.0, 2.0, 3.0), "asp": runs(1.0, 2.1, 2.9)}), ORDER)
+    lines = ["Train with bsp.", "Indistinguishable from it: asp."]
+    assert verdict(some, None, Trial(3, 1.0, 9.0, 3)) == lines
+    early = "This is trial 2, with 33 % of the time, whose seeds chose the rates."
+    assert verdict(some, None, Trial(2, 1 / 3, 9.0, 3)) == [*lines, early]
+
+
 def test_why_is_speed_and_need():
-    fast, slow = runs(10.0, 20.0, samples_per_s=300.0), runs(20.0, 40.0, samples_per_s=100.0)
-    expected = "Beside bsp it trains 3.00 times as many samples a second and needs 1.50 times as many."
+    fast, slow = runs(10.0, 20.0, samples_per_s=300.0), runs(20.0, 60.0, samples_per_s=100.0)
+    expected = "Beside bsp it trains 3.00 times as many samples a second and needs 1.25 times as many."
     assert why(fast, slow, "bsp") == expected
     assert "did not reach the target" in why(fast, runs(None, None), "bsp")
 
@@ -139,6 +156,7 @@ def test_a_further_run_lies_within_the_predicted_interval_in_80_percent():
     )
     assert prediction(runs(10.0, None).values()) == {}
     assert prediction(runs(10.0).values()).keys() == {"seconds", "samples_per_s"}, "one run shows no spread"
+    assert prediction(runs(1.0, 9.0).values())["low_s"] > 0
 
 
 def test_means_of_a_trial_need_a_value_of_every_seed():
@@ -153,4 +171,6 @@ def test_times_of_hours_are_written_in_full():
     text = shown(table(conclude(compare(variants), ORDER), dict.fromkeys(variants, 1.0)))
     assert "11,115 ± 2,924" in text
     assert "e+0" not in text
+    assert [line.split("%")[0].split()[-1] for line in text.splitlines()[2:4]] == ["100", "0"]
+    assert "1.117 ± 0.31 " in shown(table(conclude(compare({"bsp": runs(1.0, 1.1, 1.25)}), ORDER), {"bsp": 1.0}))
     assert [*map(rounded, (1.3094, 41.368, 999.96, 12_345.6))] == ["1.309", "41.37", "1000", "12,346"]

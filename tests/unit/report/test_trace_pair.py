@@ -46,6 +46,7 @@ def test_order_of_pairs_of_grants():
     assert comparison.same_order == pytest.approx(9 / 10)
     assert comparison.same_grants == 1
     assert compare(trace(ORDER), trace(ORDER[::-1])).same_order == 0.0
+    assert [compare(trace(ORDER[:n]), trace(ORDER)).same_order for n in (1, 2)] == [None, 1.0]
 
 
 def test_only_common_grants_count():
@@ -89,11 +90,21 @@ def test_updates_of_different_size_are_compared_by_their_samples():
     comparison = compare(one_by_one, barrier)
     assert (comparison.samples, comparison.time_ratio) == (32, 1.5)
     assert compare(one_by_one, trace(ORDER, updates=2, step_s=3.0)).samples == 16
+    between = compare(trace(ORDER, updates=3), barrier)  # no update of the barrier ends with 24 samples
+    assert (between.samples, [side.time_s for side in between.sides]) == (24, [3.0, 6.0])
 
 
 def test_waiting_is_a_share_of_the_workers_time():
     a, b = compare(trace(ORDER, wait_s=0.25), trace(ORDER, wait_s=0.5)).sides
     assert (a.wait_share, b.wait_share) == (0.25, 0.5)
+
+
+def test_shares_of_time_end_with_the_common_samples():
+    longer = trace(ORDER, updates=9)
+    longer.tables["pushes"]["load_s"] = 1.0
+    longer.tables["pushes"]["wait_s"][4:] = 9.0
+    a, b = compare(trace(ORDER), longer).sides
+    assert (a.wait_share, b.wait_share) == (0.25, 0.125)
 
 
 def test_without_servers_there_are_no_grants():
@@ -116,7 +127,12 @@ def test_empty_traces_can_be_compared():
 
 def test_table_has_both_sides():
     text = io.StringIO()
-    Console(file=text, width=100).print(table(compare(trace(ORDER), trace(ORDER, step_s=2.0, engine="simulator"))))
+    simulated = trace(ORDER, step_s=2.0, wait_s=0.5, engine="simulator")
+    Console(file=text, width=100).print(table(compare(trace(ORDER), simulated)))
+    assert [line.split() for line in text.getvalue().splitlines()[3:5]] == [
+        ["waiting", "25.00", "%", "50.00", "%"],
+        ["transfers", "0.00", "%", "0.00", "%"],
+    ]
     assert "time of 32 samples  4.000 s    8.000 s  2.000" in text.getvalue()
     assert (
         "5 common grants: 100.00% of the pairs are in the same order, the first 5 grants are the same"
