@@ -280,9 +280,11 @@ class Cluster(Table):
     def _colocation(self) -> Self:
         if not self.colocated:
             return self
-        if not 1 <= self.servers <= self.workers:
+        if self.servers == 0:
+            raise JobError("cluster.colocated = true: must be omitted with cluster.servers = 0")
+        if self.servers > self.workers:
             raise JobError(
-                f"cluster.servers = {self.servers}: must be 1 to cluster.workers = {self.workers} "
+                f"cluster.servers = {self.servers}: must be at most cluster.workers = {self.workers} "
                 "with cluster.colocated = true: server i is on the node of worker i"
             )
         if self.placement != "packed":

@@ -431,7 +431,8 @@ def _table(path: Path, overrides: Sequence[str], ranks: int | None) -> dict[str,
     table = _parse(_read(path), str(path))
     override(table, overrides)
     _check_values(table, "--set")
-    if any(not text.startswith(("seed=", "predicted")) for text in overrides):
+    changed = {_Override.of(text).key[0] for text in overrides} - {"seed"}
+    if changed and "predicted" not in changed:
         table.pop("predicted", None)  # that of another job
     if ranks is not None:
         _set_workers(table, ranks)

@@ -331,8 +331,8 @@ def test_servers_on_the_nodes_of_workers() -> None:
 @pytest.mark.parametrize(
     "table, message",
     [
-        ({"servers": 4}, "cluster.servers = 4: must be 1 to cluster.workers = 3 with cluster.colocated = true"),
-        ({"servers": 0}, "cluster.servers = 0: must be 1 to cluster.workers = 3 with cluster.colocated = true"),
+        ({"servers": 4}, "cluster.servers = 4: must be at most cluster.workers = 3 with cluster.colocated = true"),
+        ({"servers": 0}, "cluster.colocated = true: must be omitted with cluster.servers = 0"),
         ({"placement": "spread"}, 'cluster.placement = "spread": must be omitted with cluster.colocated = true'),
         (
             {"network": Network(server_bandwidth_gbit=40)},

@@ -348,6 +348,22 @@ def test_a_prediction_is_of_one_number_of_workers(path: Path) -> None:
         assert (load(path, ranks=ranks).predicted is not None) == kept
 
 
+@pytest.mark.parametrize(
+    ("overrides", "seconds"),
+    [
+        (["seed=2"], 3.0),
+        ([" seed = 2"], 3.0),
+        (["name=y"], None),
+        (["seed=2", "stop.updates=5"], None),
+        (["stop.updates=5", "predicted.seconds=4"], 4.0),
+    ],
+)
+def test_a_prediction_of_another_job_is_dropped(path: Path, overrides: list[str], seconds: float | None) -> None:
+    path.write_text(TOML + "\n[predicted]\nseconds = 3.0\n")
+    found = load(path, overrides).predicted
+    assert (found and found.seconds) == seconds
+
+
 def test_ranks_are_servers_and_workers(path: Path) -> None:
     assert load(path, ["cluster.servers=2", "cluster.compute.seconds=1"], ranks=5).cluster.workers == 3
     assert error(path, ranks=1) == "-n 1: must be at least 2: cluster.servers = 1 and a worker"
