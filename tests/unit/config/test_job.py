@@ -74,6 +74,8 @@ def test_defaults_are_filled_in(path: Path) -> None:
         "gamma": 0.1,
         "warmup": 0,
     }
+    cosine = load(path, ['optimizer.schedule={name="cosine",total=9}']).optimizer.schedule
+    assert cosine.model_dump() == {"name": "cosine", "total": 9, "warmup": 0}
     assert job.paradigm == DsspOptions(name="dssp", staleness_min=3, staleness_max=15, mode="bounded")
     assert (job.cluster.servers, job.cluster.workers, job.cluster.ranks, job.cluster.device) == (1, 4, 5, "auto")
     assert job.cluster.window == "auto"
@@ -117,6 +119,8 @@ KIND_OVERRIDES = [
     "optimizer.async_lr_scale=1/workers",
     'optimizer={name="adam",lr=0.1,betas=[0.9,0.99]}',
     'optimizer.schedule={name="cosine",total=100,warmup=10}',
+    'optimizer.schedule={name="cosine",total=1}',
+    'optimizer.schedule={name="multistep",milestones=[1]}',
     "stop={target_accuracy=0.95,seconds=1.5,target_loss=-1}",
     "cluster.compute.seconds=0",
     "cluster.compute.fixed_share=1",
@@ -450,6 +454,9 @@ MISTAKES = {
     "optimizer.schedule.milestones=[2,2]": f"optimizer.schedule.milestones = [2, 2]: {MILESTONES}",
     "optimizer.schedule.milestones=[0,2]": f"optimizer.schedule.milestones = [0, 2]: {MILESTONES}",
     "optimizer.schedule.milestones=3": f"optimizer.schedule.milestones = 3: {MILESTONES}",
+    'optimizer.schedule.milestones=[1,"a"]': f'optimizer.schedule.milestones = [1, "a"]: {MILESTONES}',
+    "optimizer.schedule.warmup=-1": "optimizer.schedule.warmup = -1: must be at least 0",
+    'optimizer.schedule={name="cosine",total=5,warmup=-1}': "optimizer.schedule.warmup = -1: must be at least 0",
     "optimizer.schedule.gamma=-1": "optimizer.schedule.gamma = -1: must be greater than 0",
     "stop.updates=0": "stop.updates = 0: must be at least 1",
     "stop.target_accuracy=1.5": "stop.target_accuracy = 1.5: must be at most 1",
