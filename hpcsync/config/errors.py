@@ -6,7 +6,7 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def in_one_line(error: ValidationError, table: dict[str, Any], kinds: dict[str, 
     """
     first = error.errors(include_url=False)[0]
     context = first.get("ctx", {})
-    path, value = _follow(first["loc"], table)
+    path, value = _follow(first["loc"], table, kinds)
     if first["type"] == "missing_key":
         return f"{'.'.join([*path, context['key']])}: missing; must be {context['must_be']}"
     if first["type"] == "unknown_key":
@@ -101,17 +101,21 @@ def _tag(path: list[str], table: Any, allowed: list[str]) -> tuple[list[str], An
     return [*path, key], table.get(key), must + did_you_mean(table.get(key), allowed)
 
 
-def _follow(loc: tuple[int | str, ...], table: Any) -> tuple[list[str], Any]:
-    """Return the key as the user wrote it, without the kinds of tables in pydantic's location, and its value."""
+def _follow(loc: tuple[int | str, ...], table: Any, kinds: Collection[str]) -> tuple[list[str], Any]:
+    """Return the key as the user wrote it, without the kinds of tables in pydantic's location, and its value.
+
+    A kind follows the key of its table; other keys of that table may have the same name.
+    """
     path: list[str] = []
-    value = table
+    value, is_kind = table, False
     for part in loc:
         if isinstance(part, int):
             value = value[part]
             path[-1] += f"[{part}]"
-        elif isinstance(value, dict) and part in value:
+        elif not is_kind and isinstance(value, dict) and part in value:
             value = value[part]
             path.append(part)
+        is_kind = not is_kind and part in kinds
     return path, value
 
 

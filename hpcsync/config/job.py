@@ -380,6 +380,7 @@ def _kinds(union: Any, key: str) -> list[str]:
 KINDS = {  # allowed values of the key that names the kind of a table
     "workload": [*WORKLOADS, '"package.module:function"'],
     "paradigm": list(OPTIONS),
+    "then": ["asp", "ssp", "dssp"],
     "schedule": _kinds(Schedule, "name"),
     "compute": _kinds(Compute, "model"),
     "compression": _kinds(CompressionOptions, "name"),

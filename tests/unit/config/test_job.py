@@ -426,6 +426,19 @@ MISTAKES = {
     "cluster.compute={}": "cluster.compute.model: missing; must be one of constant, lognormal, exponential, table",
     "compression.name=topk": f'compression.name = "topk": must be one of {CODECS}; did you mean top-k?',
     "compression.ratio=0.1": f"compression.name: missing; must be one of {CODECS}",
+    # a key that is also the name of its table's kind
+    'cluster.compute={model="table",table="x.csv",fixed_share=30}': "cluster.compute.fixed_share = 30: must be at most "
+    "1",
+    'cluster.compute={model="table",table="x.csv",share=1}': "cluster.compute.share = 1: unknown key; must be one of "
+    "model, table, fixed_share, backward_share; did you mean fixed_share?",
+    'paradigm={name="bsp",bsp=3}': "paradigm.bsp = 3: unknown key; must be one of name",
+    'paradigm={name="sync-switch",then={name="asp",asp={}}}': "paradigm.then.asp = {}: unknown key; must be one of "
+    "name, compensation, strength, mean_decay",
+    'optimizer.schedule={name="cosine",total=9,cosine=3}': "optimizer.schedule.cosine = 3: unknown key; must be one of "
+    "name, total, warmup",
+    'workload={name="a:b",function=3}': "workload.function = 3: unknown key; must be one of name, batch_size, options",
+    'compression={name="fp16",fp16=3}': "compression.fp16 = 3: unknown key; must be one of name, gbytes_per_s, "
+    "error_feedback",
     # types
     "compression=3": "compression = 3: must be a table",
     "seed=x": 'seed = "x": must be a whole number',

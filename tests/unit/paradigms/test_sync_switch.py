@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from hpcsync.config.errors import JobError
-from hpcsync.config.job import Job
+from hpcsync.config.job import KINDS, Job
 from hpcsync.core.assignments import create_paradigm
 from hpcsync.paradigms import Apply, Decision, Grant, Joined, Left, PushInfo, create
 from hpcsync.paradigms.asp import ASP, AspOptions
@@ -274,6 +274,7 @@ def test_the_rate_is_scaled_with_the_contributions_unless_the_job_says_otherwise
 
 
 def test_the_second_paradigm_is_a_table_of_its_own():
+    assert KINDS["then"] == [*SECOND]
     assert options().paradigm.then == AspOptions()
     found = options(then={"name": "ssp", "staleness": 3})
     assert found.paradigm.then == SspOptions(staleness=3)
@@ -295,7 +296,7 @@ def test_the_second_paradigm_is_a_table_of_its_own():
         ({"then": {"name": "k-async", "k": 1}}, 'paradigm.then.name = "k-async"'),
         ({"then": {"name": "easgd"}}, 'paradigm.then.name = "easgd"'),
         ({"then": {"name": "gossip", "mode": "pull"}}, 'paradigm.then.name = "gossip"'),
-        ({"then": {"name": "sync-switch"}}, 'paradigm.then.name = "sync-switch": must be one of bsp, asp'),
+        ({"then": {"name": "sync-switch"}}, 'paradigm.then.name = "sync-switch": must be one of asp, ssp, dssp'),
         (
             {"then": {"name": "ssp", "staleness": 1, "merge": True}},
             "paradigm.then.merge = true: must be false, since each",
