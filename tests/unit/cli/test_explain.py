@@ -7,14 +7,18 @@ import h5py
 import numpy as np
 import pytest
 from rich.console import Console
+from scipy.sparse import csr_array
 
 from hpcsync.cli import explain
 from hpcsync.config.errors import JobError
 from hpcsync.report import explanation
+from hpcsync.report.explanation import Explanation, WhatIf
+from hpcsync.report.waiting import Waits
 from hpcsync.simulator.what_if import study
 from hpcsync.trace.reader import opened
 from tests.unit.simulator.runs import simulated
-from tests.unit.trace.recorder import with_rows
+from tests.unit.trace import peer_recorder
+from tests.unit.trace.recorder import record, with_rows
 
 
 @pytest.fixture(scope="module")
@@ -148,3 +152,106 @@ def test_seconds_have_three_digits_or_all_before_the_point() -> None:
     assert [*map(explanation._seconds, (0.1234, 12.345, 999.4, 999.7, 12_345.6))] == [
         *("0.123 s", "12.3 s", "999 s", "1,000 s", "12,346 s")
     ]
+
+
+def explained(waited_s: np.ndarray, **fields: object) -> Explanation:
+    """Return the explanation of a run of 100 s, in which each worker waits (row) for others (column) or computes."""
+    none_s, wait_s = np.zeros(len(waited_s)), waited_s.sum(axis=1)
+    parts_s = np.stack([none_s, 100.0 - wait_s, wait_s, none_s], axis=1)
+    waits = Waits(csr_array(waited_s), none_s, none_s, none_s, none_s)
+    hosts = ("",) * len(waited_s)
+    found = Explanation("BSP", "all wait", 100.0, parts_s, none_s, np.ones(len(waited_s)), waits, hosts)
+    return found._replace(**fields)
+
+
+def caused(*seconds: float) -> np.ndarray:
+    """Return waiting times that sum to these seconds for each worker; all are those of one other worker."""
+    between_s = np.zeros((len(seconds), len(seconds)))
+    between_s[0, 1:], between_s[1, 0] = seconds[1:], seconds[0]
+    return between_s
+
+
+def lines_of(capsys: pytest.CaptureFixture[str], found: Explanation, what_if: WhatIf | None = None) -> list[list[str]]:
+    """Return the words of each line of the view without its sentences."""
+    Console(width=80).print(explanation.view(found, [], what_if))
+    return [words for line in capsys.readouterr().out.splitlines() if (words := line.replace("\u2500", "").split())]
+
+
+def test_the_three_workers_that_cost_most_are_named_and_the_slow_ones_are_said_to_be() -> None:
+    found = explained(caused(0.0, 8.0, 20.0, 12.0, 6.0), iteration_s=np.array([1.0, 1.0, 1.3, 1.1, 1.0]))
+    assert [line for line in explanation.sentences(found, None) if "cost each other" in line] == [
+        "Worker 2 cost each other worker 5 s of 100 s on average; its iterations take 1.3 times the median.",
+        "Worker 3 cost each other worker 3 s of 100 s on average.",
+        "Worker 1 cost each other worker 2 s of 100 s on average.",
+    ]
+    few = explained(caused(0.0, 3.9, 4.1, 0.0, 0.0))  # of four others
+    assert few.culprits == [2], "less than 1 % of the run is not worth a sentence"
+    least = list(explanation.sentences(explained(caused(0.0, 3.9, 0.0, 0.0, 0.0)), None))
+    assert least[1:] == ["No worker cost the others 1 % of the run."]
+
+
+def test_other_waits_are_shares_of_all_time_also_of_that_between_iterations() -> None:
+    found = explained(caused(0.0, 0.0), between_s=np.array([100.0, 100.0]))
+    waits = found.waits._replace(timed_s=np.array([6.0, 0.0]), unknown_s=np.array([0.0, 3.9]))
+    assert [line for line in explanation.sentences(found._replace(waits=waits), None) if "all workers'" in line] == [
+        "1.5 % of all workers' time was waiting blocked until a time that the paradigm had set."
+    ]
+
+
+def test_waiting_times_are_those_between_the_workers_with_most_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    between_s = np.zeros((10, 10))
+    between_s[9, 2:9] = 1.0
+    head, *rows = lines_of(capsys, explained(between_s))[1:]
+    assert head == ["worker", *"23456789"], "worker 9 waits most, and nobody waits for it"
+    assert rows == [*([worker] for worker in "2345678"), ["9", *["1.00"] * 7]]
+    assert lines_of(capsys, explained(np.zeros((3, 3)))) == []
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(4321.0, "4,321"), (43.21, "43.2"), (0.04321, "0.0432")])
+def test_the_longest_wait_has_three_digits(capsys: pytest.CaptureFixture[str], seconds: float, said: str) -> None:
+    assert lines_of(capsys, explained(caused(0.0, seconds)))[2] == ["0", said]
+
+
+def test_simulations_are_shares_of_the_one_with_the_recorded_times(capsys: pytest.CaptureFixture[str]) -> None:
+    what_if = WhatIf(100, 10.0, 8.0, 4.0, {2: 5.0}, {"transfers": 6.4}, 6.0, {"asp": 2.0}, ())
+    (said,) = explanation._on_stragglers(what_if)
+    assert said == (
+        "Without stragglers it would have taken 0.50 of the time (slowdown S = 2.00), "
+        'with batches by speed (batches.policy = "equal-finish") 0.75, under asp 0.25; simulated.'
+    )
+    lines = [" ".join(words) for words in lines_of(capsys, explained(np.zeros((3, 3))), what_if)]
+    assert lines[0] == "The first 100 samples, which really took 10 s:"
+    assert lines[2:] == [
+        "the recorded times 8 s 1.00",
+        "the median in place of every time 4 s 0.50 S = 2.00",
+        "the median in place of transfers 6.4 s 0.80 S_t = 1.25",
+        "the median in place of worker 2 5 s 0.62 S_w = 1.60",
+        "batches by speed 6 s 0.75",
+        "asp 2 s 0.25",
+    ]
+
+
+def test_the_time_of_a_local_step_is_that_of_loading_and_computing() -> None:
+    trace = record("ashl", jitter=0.3)
+    pushes = trace.tables["pushes"].copy()
+    pushes["load_s"] = 0.5
+    assert pushes["local_steps"].max() > 1
+    for worker, found_s in enumerate(explanation.explain(with_rows(trace, "pushes", pushes)).iteration_s):
+        own = pushes[pushes["worker"] == worker]
+        assert found_s == pytest.approx((own["load_s"] + own["compute_s"]).sum() / own["local_steps"].sum())
+
+
+def test_a_model_that_arrives_after_the_end_is_no_iteration() -> None:
+    trace = peer_recorder.record("push")
+    rows = trace.tables["exchanges"]
+    assert (rows["batch_size"] == 0).any()
+    expected_s = [rows["compute_s"][(rows["worker"] == w) & (rows["batch_size"] > 0)].mean() for w in range(3)]
+    assert explanation.explain(trace).iteration_s == pytest.approx(expected_s)
+
+
+def test_hosts_are_those_of_the_workers_as_last_started() -> None:
+    trace = record("asp")
+    rank_of_host = [(0, b"server"), (1, b"a"), (2, b"b"), (3, b"c"), (4, b"d"), (0, b"server"), (1, b"x")]
+    clocks = np.zeros(len(rank_of_host), trace.tables["clocks"].dtype)  # of a start, and of one with fewer ranks
+    clocks["rank"], clocks["host"] = zip(*rank_of_host, strict=True)
+    assert explanation.hosts_of(with_rows(trace, "clocks", clocks)) == ("x", "b", "c")
