@@ -12,7 +12,7 @@ from rich.console import Console
 from hpcsync.audit.server_recount import Recount
 from hpcsync.config.cluster import ClusterEvent
 from hpcsync.paradigms.records import NO_PEER, Problem
-from hpcsync.report.aggregate import Tally
+from hpcsync.report.aggregate import Tally, begins_allocation
 from hpcsync.report.summary import summarize, table
 from hpcsync.trace import reader, schema
 from hpcsync.trace.reader import TraceError
@@ -131,13 +131,16 @@ LOST, SKIPPED = Problem.LOSS_NOT_FINITE, Problem.SKIPPED
         ((0,) * 5, (2.3, 0.4, 0.5, 0.6), None),
     ],
 )
-def test_a_run_that_diverges_is_told(problems, losses, diverged_at):
+def test_a_run_that_diverges_is_told(problems, losses, diverged_at, monkeypatch):
     rows = [(*row[:3], loss, *row[4:]) for row, loss in zip(EVALUATIONS, losses, strict=True)]
     run = trace(evaluations=rows)
     pushes = run.tables["pushes"].copy()
     pushes["problem"] = problems
     summary = summarize(with_rows(run, "pushes", pushes))
     assert summary.diverged_at == diverged_at
+    with monkeypatch.context() as patched:
+        patched.setattr(reader.Trace, "slices", lambda run, table: np.array_split(run.tables[table], 9))
+        assert summarize(with_rows(run, "pushes", pushes)).diverged_at == diverged_at
     assert summary.final_loss == (losses[-1] if math.isfinite(losses[-1]) else None)
     row = re.search("loss .*", text(summary))
     if diverged_at is not None:
@@ -145,6 +148,14 @@ def test_a_run_that_diverges_is_told(problems, losses, diverged_at):
         assert row[0].split() == f"loss not finite since update {diverged_at}{best}".split()
     else:
         assert row is None if summary.final_loss is None else "at the end" in row[0]
+
+
+def test_models_that_arrive_after_the_end_are_no_sign_of_recovery():
+    run = peer_recorder.record("push")
+    rows = run.tables["exchanges"].copy()
+    assert rows["batch_size"][-1] == 0
+    rows["problem"][rows["batch_size"] > 0] = LOST
+    assert summarize(with_rows(run, "exchanges", rows)).diverged_at == 1
 
 
 def test_empty_run():
@@ -322,6 +333,12 @@ def test_the_last_batch_sizes():
     assert [worker.batch_size for worker in summarize(trace()).workers] == [None, None]
     together = record("batches", (1.0, 1.0, 1.0, 1.0), leave={1: 5, 2: 5})  # after the first of them has left, too
     assert [worker.batch_size for worker in summarize(together).workers] == [16, None, None, 16]
+
+
+def test_an_allocation_is_one_row_for_every_worker_in_order():
+    seq, worker = np.array([1, 2, 3, 4, 6, 7]), np.array([0, 1, 1, 0, 1, 2])
+    assert begins_allocation(seq, worker).tolist() == [True, False, True, True, True, False]
+    assert begins_allocation(seq, worker, (0, -1)).tolist() == [False, False, True, True, True, False]
 
 
 def test_reasons_of_drops_fit_into_the_table():
