@@ -34,6 +34,7 @@ def test_the_source_shows_what_the_signature_does(name: str) -> None:
 
     parameters = list(inspect.signature(getattr(torch.optim, CLASSES[name])).parameters)[2:]
     assert options(name) == [each for each in parameters if each not in IMPLEMENTATION]
+    assert not {"lr", "foreach", "fused", "capturable", "differentiable"} & {*options(name)}
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 import math
 import sys
-from types import ModuleType
+from contextlib import nullcontext
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ def refused(**tables) -> str:
 
 
 @pytest.fixture(autouse=True)
-def module(monkeypatch) -> None:
+def module(monkeypatch) -> ModuleType:
     """Register user workloads under the name `mine`."""
 
     def judge(model):
@@ -42,6 +43,7 @@ def module(monkeypatch) -> None:
     module.half = lambda: make(torch.nn.Linear(2, 2, dtype=torch.float16))
     module.fixed = lambda: make(torch.nn.ReLU())
     monkeypatch.setitem(sys.modules, "mine", module)
+    return module
 
 
 @pytest.mark.parametrize(
@@ -105,6 +107,8 @@ def test_options_of_the_optimizer(options, message):
         ("adam", {"betas": [0.9, 1.5]}),
         ("rprop", {"etas": [1.5, 0.5]}),
         ("asgd", {"lambd": -10.0}),  # with which its first step divides by zero
+        ("asgd", {"lambd": -5.0}),  # and its second one
+        ("rmsprop", {"alpha": 1e308}),  # more than a float32 holds
     ],
 )
 def test_values_that_torch_refuses(name, options):
@@ -170,6 +174,37 @@ def test_impossible_combinations(tables, message):
     assert refused(**tables) == message
 
 
+def cut_workload(n_samples, calls=1):
+    """A model of two layers, whose loss calls it so often."""
+
+    def loss(model, x, y):
+        return sum(model(n * x).sum() for n in range(1, calls + 1))
+
+    layers = torch.nn.Linear(5, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1)
+    data = TensorDataset(torch.rand(n_samples, 5), torch.zeros(n_samples))
+    return Workload(torch.nn.Sequential(*layers), loss, data, None)
+
+
+def test_a_cut_is_tried_with_the_first_samples(module):
+    module.cut = cut_workload
+
+    def tables(**options):
+        workload = {"name": "mine:cut", "batch_size": 1, "options": options}
+        return {"workload": workload, "paradigm": {"name": "stanza", "cut": "2", "fc_workers": 1}}
+
+    for n_samples in (1, 2, 3):
+        check(make_job(**tables(n_samples=n_samples)))
+    message = 'paradigm.cut = "2": the loss of a batch computed in halves must be that of the model, but differs'
+    assert refused(**tables(n_samples=3, calls=2)).startswith(message)
+
+
+def test_the_parameters_of_a_script_are_those_that_it_trains():
+    model, job = torch.nn.Linear(2, 3), make_job(cluster={"servers": 4})
+    check_model(job, model, "mine")
+    with pytest.raises(JobError, match="^cluster.servers = 4: must be at most the model's 3 parameters$"):
+        check_model(job, model, "mine", parameters=[model.bias])
+
+
 @pytest.mark.parametrize(
     ("layers", "found"),
     [
@@ -180,6 +215,18 @@ def test_impossible_combinations(tables, message):
 def test_a_model_is_on_one_device_that_ranks_can_compute_on(layers, found):
     with pytest.raises(JobError, match=f"mine: must be on the CPU or on one GPU as a whole, not on {found}$"):
         check_model(make_job(), torch.nn.Sequential(*layers), "mine")
+
+
+def test_a_model_is_not_on_two_gpus(monkeypatch):
+    model = torch.nn.Linear(2, 3)
+    parameters = [SimpleNamespace(device=f"cuda:{i}") for i in range(2)]
+    for on, refusal in (
+        (parameters[:1], nullcontext()),
+        (parameters, pytest.raises(JobError, match="not on cuda:0, ")),
+    ):
+        monkeypatch.setattr(model, "parameters", lambda on=on: on)
+        with refusal:
+            check_model(make_job(), model, "mine", parameters=[model.weight])
 
 
 def test_a_model_of_more_elements_than_positions_is_not_made_sparse():
@@ -204,6 +251,7 @@ def test_separated_layers_have_no_mean_of_the_buffers(choice, allowed):
     layers = torch.nn.Linear(5, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1)
     this = make_job(**tables)
     check_model(this, torch.nn.Sequential(layers[0], torch.nn.ReLU(), layers[2]), "mine")
+    check_model(make_job(evaluation={"buffers": choice}), torch.nn.Sequential(*layers), "mine")
     if allowed:
         check_model(this, torch.nn.Sequential(*layers), "mine")
     else:
