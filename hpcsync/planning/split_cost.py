@@ -98,7 +98,7 @@ class Times(NamedTuple):
 
     def above_s(self, n_batches: float) -> float:
         """Return the seconds of `n_batches` batches together, or of a part of one, above the cut."""
-        return self.fc_fixed_s + n_batches * (self.fc_s - self.fc_fixed_s) if n_batches else 0.0
+        return self.fc_fixed_s + n_batches * (self.fc_s - self.fc_fixed_s)
 
     @classmethod
     def of(cls, batch_s: float, fc_share: float, forward_share: float = 1 / 3) -> Times:
