@@ -634,12 +634,12 @@ def remarks(path: str | Path, overrides: Sequence[str]) -> list[str]:
 
 
 def _without_foreign_keys(
-    table: dict[str, Any], path: tuple[str, ...], key: str, before: Any, union: Any, given: set[tuple[str, ...]]
+    table: Any, path: tuple[str, ...], key: str, before: Any, union: Any, given: set[tuple[str, ...]]
 ) -> list[str]:
     """Drop the keys of another kind from a table whose kind was `before`; return a line about them, if any."""
     members = get_args(get_args(union)[0])
     fields = {name: kind.model_fields for name, kind in zip(_kinds(union, key), members, strict=True)}
-    now = table[key]
+    now = _at(table, (key,))
     if not isinstance(now, str) or now not in fields or before in (None, now):
         return []
     others = [name for name in table if name != key and (*path, name) not in given]

@@ -238,6 +238,13 @@ def test_keys_set_by_an_override_are_not_dropped(path: Path) -> None:
     assert error(path, "paradigm.name=bsp", "paradigm.mode=paper") == says
 
 
+def test_a_later_override_replaces_a_whole_table(path: Path) -> None:
+    assert load(path, ["cluster.compute=constant", "cluster.servers=2", "cluster={workers=4}"]).cluster.compute is None
+    found = load(path, ["optimizer.schedule=cosine", 'optimizer={name="adam",lr=1}', "optimizer.lr=2"]).optimizer
+    assert (found.schedule, found.lr, found.options) == (None, 2.0, {})
+    assert error(path, "optimizer.schedule.name=cosine", "optimizer=3") == "optimizer = 3: must be a table"
+
+
 def test_keys_that_both_kinds_have_are_kept_and_named(path: Path) -> None:
     overrides = ["paradigm.name=k-async", "paradigm.k=2", "cluster.compute.model=constant", "compression=top-k"]
     assert remarks(path, overrides) == [
