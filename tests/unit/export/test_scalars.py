@@ -90,6 +90,20 @@ def test_samples_of_a_point_without_time_count_for_the_next_rate(monkeypatch: py
     assert rates == [1.0, None, 5.0, 4.0]
 
 
+def test_points_of_rows_out_of_order_do_not_go_back_in_time() -> None:
+    rows = np.zeros(2, TABLES["pushes"])
+    rows["now_s"], rows["batch_size"] = [2, 1], 8
+    assert [point.now_s for point in Reports(range(1)).points("pushes", rows)] == [2.0, 2.0]
+
+
+def test_a_point_before_the_updates_of_its_flush_has_the_last_one_before() -> None:
+    reports, updates, rows = Reports(range(1)), np.zeros(3, TABLES["updates"]), np.zeros(1, TABLES["exchanges"])
+    updates["now_s"], updates["version"], rows["now_s"] = [5, 6, 7], [1, 2, 3], 5.5
+    for flush in (updates[:2], updates[2:]):
+        assert [*reports.points("updates", flush)] == []
+    assert [point.update for point in reports.points("exchanges", rows)] == [2]
+
+
 def test_the_rate_of_a_resumed_run_begins_with_its_first_iteration() -> None:
     rows = np.zeros(1, TABLES["pushes"])
     rows["begin_s"], rows["now_s"], rows["batch_size"] = 100.0, 102.0, 8

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from hpcsync.export.spans import NS, disjoint, instants, spans
+from hpcsync.export.spans import NS, disjoint, instants, nanoseconds, spans
 from hpcsync.report import intervals
 from hpcsync.trace.schema import Change
 from tests.unit.export import runs
@@ -32,12 +32,17 @@ def test_spans_have_the_times_of_the_bars_and_none_overlaps(kind: str) -> None:
 
 
 def test_what_lies_before_the_start_or_under_an_earlier_bar_is_cut_off() -> None:
-    begin_ns, end_ns = [-8, 10, 15, 40, 41, 0], [10, 30, 20, 41, 50, 9]
-    bars = pd.DataFrame({"worker": [0] * 5 + [1], "activity": "compute", "iteration": 1})
+    begin_ns, end_ns = [-8, 10, 15, 40, 41, 0, 9, -9, -5], [10, 30, 20, 41, 50, 9, 11, -5, 7]
+    bars = pd.DataFrame({"worker": [0] * 5 + [1] * 2 + [2] * 2, "activity": "compute", "iteration": 1})
     bars = bars.assign(begin_ns=begin_ns, end_ns=end_ns)
-    assert overlaps(bars) == 2
+    assert overlaps(bars) == 3
     frame = disjoint(bars)
-    assert frame[["worker", "begin_ns", "end_ns"]].values.tolist() == [[0, 0, 10], [0, 10, 30], [0, 41, 50], [1, 0, 9]]
+    of_0, of_1, of_2 = [[0, 0, 10], [0, 10, 30], [0, 41, 50]], [[1, 0, 9], [1, 9, 11]], [[2, 0, 7]]
+    assert frame[["worker", "begin_ns", "end_ns"]].values.tolist() == [*of_0, *of_1, *of_2]
+
+
+def test_times_are_the_nearest_nanoseconds() -> None:
+    assert nanoseconds(np.array([1.001, 0.9999999994])).tolist() == [1_001_000_000, 999_999_999]
 
 
 def test_instants_are_updates_and_events() -> None:

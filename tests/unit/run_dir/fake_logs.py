@@ -18,6 +18,7 @@ class Fake:
         self.ended: list[object] = []
         self.threads: set[str] = set()
         self.begun: list[str | None] = []  # the run that is to be continued, of each begin
+        self.axes: list[tuple[str, str]] = []  # of W&B: metrics, and the one over which they are drawn
 
     def take(self, scalars: dict[str, float], update: int, now_s: float) -> None:
         self.threads.add(threading.current_thread().name)
@@ -36,7 +37,7 @@ class Fake:
             return SimpleNamespace(
                 id=self._begin(id),
                 log=log,
-                define_metric=lambda *_, **__: None,
+                define_metric=lambda name, step_metric: self.axes.append((name, step_metric)),
                 finish=lambda exit_code: self.ended.append(exit_code),
             )
 

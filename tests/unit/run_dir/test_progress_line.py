@@ -88,6 +88,12 @@ def test_share_rate_and_time_left(text, clock, terminal):
     assert ("━" in text.getvalue()) == terminal
 
 
+def test_the_rate_is_that_of_the_last_half_minute(progress, clock, text):
+    for clock.now_s in range(75):
+        progress.show(clock.now_s, coordinator(samples=10 * clock.now_s + 30 * max(0, clock.now_s - 60)))
+    assert " 24 samples/s" in text.getvalue().splitlines()[-1]  # at 74 s: 16 s at 10 and 14 s at 40 samples/s
+
+
 @pytest.mark.parametrize("terminal", [False, True])
 def test_without_a_limit_no_share_is_known(text, clock, terminal):
     console = Console(file=text, width=120, force_terminal=terminal, color_system=None, highlight=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -35,15 +36,19 @@ def test_each_log_gets_all_points_and_the_end(
     given = [(key, value, update) for scalars, update, _ in fake.points for key, value in scalars.items()]
     assert given == [(key, value, point.update) for point in expected for key, value in point.scalars.items()]
     assert len(given) > 20 and fake.ended == [end] and fake.threads == {"log"}
+    assert fake.axes == [("*", "update")] * (name == "wandb")
     last_s = fake.points[-1][2] + (expected[0].now_s if name == "tensorboard" else 0.0)
     assert last_s == pytest.approx(expected[-1].now_s, abs=1e-3)
 
 
-def test_a_run_that_fails_says_so_to_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "end"), [("wandb", 1), ("mlflow", "FAILED")])
+def test_a_run_that_fails_says_so_to_its_log(
+    name: str, end: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake = Fake()
-    fake.wandb(monkeypatch)
-    ScalarLog("wandb", tmp_path, make_job()).close("failed")
-    assert fake.ended == [1]
+    getattr(fake, name)(monkeypatch)
+    ScalarLog(name, tmp_path, make_job()).close("failed")
+    assert fake.ended == [end]
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
@@ -56,19 +61,32 @@ def test_a_resumed_run_is_continued(name: str, tmp_path: Path, monkeypatch: pyte
     assert fake.begun == [None, "run 1", None]  # the third run is another one
 
 
+@pytest.mark.parametrize(
+    ("error", "said"), [(ValueError("no disk\nat all"), "no disk"), (RuntimeError(), "RuntimeError")]
+)
 def test_a_log_that_fails_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: Exception,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
     fake, trace = Fake(), recorder.record("asp")
     fake.wandb(monkeypatch)
-    monkeypatch.setattr(fake, "take", lambda *_: 1 / 0)
+    monkeypatch.setattr(fake, "take", fail)
     monkeypatch.setattr(scalar_log, "WAITING", 3)
     log = ScalarLog("wandb", tmp_path, make_job())
     for _ in range(5):
         log.add("pushes", trace.tables["pushes"])  # neither raises nor waits, although the queue is full
-    log.close("finished")
     log._thread.join(10)
-    assert capsys.readouterr().err == ("hpcsync: log wandb: the log ends here, the run continues: division by zero\n")
+    log.add("pushes", trace.tables["pushes"])
+    begun_s = time.monotonic()
+    log.close("finished")
+    assert log._points.full() and time.monotonic() < begun_s + 30, "nothing takes what is left"
+    assert capsys.readouterr().err == f"hpcsync: log wandb: the log ends here, the run continues: {said}\n"
 
 
 def test_a_log_that_is_behind_at_the_end_is_ended_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,6 +95,7 @@ def test_a_log_that_is_behind_at_the_end_is_ended_too(tmp_path: Path, monkeypatc
     monkeypatch.setattr(fake, "take", lambda *_: writes.set() or free.wait(10))
     monkeypatch.setattr(scalar_log, "WAITING", 2)
     monkeypatch.setattr(scalar_log, "LAST_S", {"finished": 5.0})
+    monkeypatch.setattr(scalar_log, "HURRIED_S", 0.0)
     log = ScalarLog("wandb", tmp_path, make_job())
     log.add("pushes", trace.tables["pushes"])
     assert writes.wait(10)
@@ -87,14 +106,24 @@ def test_a_log_that_is_behind_at_the_end_is_ended_too(tmp_path: Path, monkeypatc
     assert fake.ended == [0]
 
 
-def test_a_log_that_hangs_does_not_hold_up_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake, free = Fake(), threading.Event()
+@pytest.mark.parametrize(("status", "last_s", "hurried_s"), [("finished", 0.01, 60.0), ("failed", 60.0, 0.01)])
+def test_a_log_that_hangs_does_not_hold_up_the_end(
+    status: str, last_s: float, hurried_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake, trace, free = Fake(), recorder.record("asp"), threading.Event()
     fake.mlflow(monkeypatch)
+    monkeypatch.setattr(scalar_log, "WAITING", 1)
     monkeypatch.setattr(sys.modules["mlflow"], "start_run", lambda **_: free.wait(60))
-    monkeypatch.setattr(scalar_log, "LAST_S", {"finished": 0.01})
+    monkeypatch.setattr(scalar_log, "LAST_S", {"finished": last_s})
+    monkeypatch.setattr(scalar_log, "HURRIED_S", hurried_s)
     log = ScalarLog("mlflow", tmp_path, make_job())
-    log.close("finished")
+    log.add("pushes", trace.tables["pushes"])
+    assert log._points.full()
+    begun_s = time.monotonic()
+    log.close(status)
+    assert time.monotonic() < begun_s + 30
     assert log._thread.is_alive() and fake.ended == []
+    log._points.get(timeout=10)
     free.set()
     log._thread.join(10)
 
