@@ -306,15 +306,11 @@ class Job(Table):
         """True if the computation of a worker may be cancelled."""
         return self.paradigm.aborts
 
-    @property
-    def n_pieces(self) -> int:
-        """Number of pieces of a batch; between them a worker checks whether it has been cancelled."""
-        return self.paradigm.pieces(0, self.cluster.workers) if self.has_servers else 1
-
     def n_pieces_of(self, worker: int) -> int:
         """Return the number of pieces in which this worker's loop computes a batch.
 
-        It is 1 for a convolution worker, whose model divides the batch itself.
+        Between them it checks whether it has been cancelled. It is 1 for a convolution worker, whose model divides the
+        batch itself.
         """
         return self.paradigm.pieces(worker, self.cluster.workers)
 

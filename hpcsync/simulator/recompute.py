@@ -213,7 +213,7 @@ class _Served:
         work = Work(
             grant.first_sample,
             int(push["batch_size"]),
-            self._job.n_pieces,
+            self._job.n_pieces_of(int(push["worker"])),
             float(push["share"]),
             int(push["local_steps"]),
             grant.ratio,

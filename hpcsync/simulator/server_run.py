@@ -85,7 +85,7 @@ class ServerSimulation(Simulation):
     ) -> None:
         super().__init__(job, workload, cluster.loop, trace, watch)
         self.coordinator = coordinate(job, paradigm, trace, NoDetector())
-        self._n_pieces = job.n_pieces
+        self._n_pieces = job.n_pieces_of(0)  # of every worker
         self._transfers = cluster.transfers
         self._shard_bytes = sum(cluster.shard_bytes)
         self._encode_s = encode_s(job, self._shard_bytes)

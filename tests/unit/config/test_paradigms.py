@@ -185,6 +185,26 @@ def test_where_steps_are_made_and_what_is_pushed(
     assert (found.commits, found.steps_on_workers) == (commits, on_workers)
 
 
+@pytest.mark.parametrize(
+    ("name", "keys", "local_steps"), [("bsp", {}, 1), ("easgd", {"period": 3}, 3), ("local-sgd", {"steps": 4}, 1)]
+)
+def test_local_steps_are_those_between_pushes(name: str, keys: dict[str, Any], local_steps: int) -> None:
+    assert job(name, **keys).local_steps == local_steps
+
+
+def test_evaluations_that_a_paradigm_uses_are_made() -> None:
+    for name in ("ashl", "adsp"):
+        job(name, loss="evaluation")
+        with pytest.raises(JobError, match='^paradigm.loss = "evaluation": workload.name = "timing" must be one that'):
+            make_job(paradigm={"name": name, "loss": "evaluation"}, workload={"name": "timing"})
+        make_job(paradigm={"name": name}, workload={"name": "timing"}, evaluation={"every_samples": 0})
+    never = {"evaluation": {"every_samples": 0}}
+    make_job(paradigm={"name": "adsp", "loss": "evaluation"}, **never)  # which asks for them itself
+    message = '^evaluation.every_samples = 0: must be at least 1 with paradigm.loss = "evaluation"$'
+    with pytest.raises(JobError, match=message):
+        make_job(paradigm={"name": "ashl", "loss": "evaluation"}, **never)
+
+
 @pytest.mark.parametrize("check_period_s", [0.3, 0.7, 1, 7, 60, 1e-3])
 def test_six_commits_fit_into_a_period_unless_they_are_further_apart(check_period_s: float) -> None:
     assert job("adsp", check_period_s=check_period_s, commits=6).paradigm.commits == 6
