@@ -3,6 +3,7 @@
 import math
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tomli_w
@@ -10,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcsync.config.errors import shown
-from hpcsync.config.job import KINDS, Job, JobError, load, load_begun, refuse_simulated, remarks
+from hpcsync.config.job import KINDS, Job, JobError, load, load_begun, of_any_seed, refuse_simulated, remarks
 from hpcsync.paradigms import OPTIONS
 from hpcsync.paradigms.dssp import DsspOptions
 from hpcsync.paradigms.ssp import SspOptions
+from tests.unit.jobs import make_job
 
 TOML = """
 name = "example"
@@ -383,6 +385,51 @@ def test_ranks_are_servers_and_workers(path: Path) -> None:
     assert error(path, "cluster.servers=x", ranks=2) == 'cluster.servers = "x": must be a whole number'
 
 
+ALLREDUCE = {"paradigm": {"name": "allreduce"}}
+STANZA = {"paradigm": {"name": "stanza", "cut": "x", "fc_workers": 1}}
+
+
+@pytest.mark.parametrize(
+    ("tables", "workers_min", "starts", "resumes"),
+    [
+        ({}, None, [5], [2, 3, 4, 5]),
+        ({}, 2, [3, 4, 5], [3, 4, 5]),
+        ({}, 4, [5], [5]),
+        (ALLREDUCE, None, [4], [1, 2, 3, 4]),
+        (ALLREDUCE, 2, [4], [2, 3, 4]),
+        (STANZA, None, [4], [4]),
+    ],
+)
+def test_a_run_starts_with_all_workers_and_resumes_with_fewer_unless_the_job_says_otherwise(
+    tables: dict, workers_min: int | None, starts: list[int], resumes: list[int]
+) -> None:
+    fewest = {} if workers_min is None else {"workers_min": workers_min}
+    job = make_job(**tables, cluster={"workers": 4, **fewest})
+    for allowed, resumed in ((starts, False), (resumes, True)):
+        takes = f"{allowed[0]} to {allowed[-1]}" if len(allowed) > 1 else f"{allowed[0]}"
+        for n_ranks in range(8):
+            if n_ranks in allowed:
+                job.refuse_ranks(n_ranks, resumes=resumed)
+                continue
+            with pytest.raises(JobError) as caught:
+                job.refuse_ranks(n_ranks, resumes=resumed)
+            assert str(caught.value) == (
+                f"cluster.workers = 4{f', cluster.workers_min = {workers_min}' if fewest else ''}: with "
+                f"cluster.servers = {job.cluster.servers} this takes {takes} ranks, but there are {n_ranks}"
+            )
+
+
+def test_runs_of_one_job_differ_in_their_seeds_and_in_tables_of_times_that_are_named_after_them() -> None:
+    def of(seed: int, table: str, **tables: Any) -> dict[str, Any]:
+        compute = {"model": "table", "table": f"/x/{table}.csv"}
+        return of_any_seed(make_job(seed=seed, cluster={"workers": 2, "compute": compute}, **tables))
+
+    assert of(5, "times-5") == of(6, "times-6") == of(6, "times-6", predicted={"seconds": 3.0})
+    assert of(5, "times-5") != of(5, "times-6")
+    assert of(5, "times-15")["cluster"]["compute"]["table"] == "/x/times-15.csv", "which is not the seed"
+    assert of(5, "times-5") != of(6, "times-6", stop={"updates": 11})
+
+
 # ---- mistakes ----
 
 SECONDS = "must be a finite number of at least 0, or a list of them, one per worker"
@@ -602,6 +649,15 @@ def test_a_table_is_found_beside_the_job_file(path: Path, monkeypatch: pytest.Mo
     assert error(path, override) == f"cluster.compute.table = {table}: No such file or directory"
     # The job in a trace can be read where the table is not.
     assert Job.from_toml(job.to_toml()) == job
+
+
+def test_the_data_of_cifar_are_found_beside_the_job_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir("/")
+    for name in ("cifar10", "cifar100"):
+        assert load(path, [f"workload.name={name}"]).workload.folder == str(path.parent / "data")
+        assert load(path, [f"workload.name={name}", "workload.folder=../d"]).workload.folder == str(
+            path.parents[1] / "d"
+        )
 
 
 def test_a_trace_is_found_beside_the_job_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
