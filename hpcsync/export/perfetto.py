@@ -83,8 +83,7 @@ def events(part: Part, tracks: Mapping[int, int], flows: Flows, first: int) -> I
     Perfetto follows a flow from the packet that comes first.
     """
     bars, instants = spans_of_part(part), marks(part.trace)
-    if part.trace.job.has_servers:
-        flows.add(part.trace)
+    flows.add(part.trace)
     leaving = flows.of_spans(bars)
     known = _known(part.with_earlier)
     found: list[tuple[int, int, int, dict[str, Any]]] = []  # time, order, track, fields of the event

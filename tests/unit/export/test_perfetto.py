@@ -105,6 +105,8 @@ def test_tracks_and_slices_are_those_of_the_run(kind: str, tmp_path: Path) -> No
     workers = [[int(s.track[1].removeprefix("worker ")), s.name, s.begin_ns, s.end_ns] for s in slices]
     assert sorted(workers) == sorted(expected)
     assert all(s.about["iteration"] >= 0 for s in slices)
+    assert all(value == value for s in found.slices for value in s.about.values()), "what is not known is left out"
+    assert {name for _, name in found.tracks.values()} - {"", *ranks} == {name for _, name in found.counters}
 
 
 @pytest.mark.parametrize("kind", ["bsp", "asp", "dssp", "k-sync", "k-async", "easgd", "adsp", "async-diloco", "ashl"])
@@ -136,6 +138,25 @@ def test_flows_lead_from_pushes_to_their_updates_and_grants(kind: str, tmp_path:
             expected.append((*source, f"worker {worker}", iteration))
     assert sorted(to_grants) == sorted(expected)
     assert len(to_grants) > 10
+
+
+@pytest.mark.parametrize(("shift_s", "name"), [(0.0, "transfer"), (0.3, "compute")])
+def test_flows_leave_the_last_span_that_begins_before_the_push_is_handled(
+    shift_s: float, name: str, tmp_path: Path
+) -> None:
+    trace = recorder.record("asp")
+    pushes = trace.tables["pushes"].copy()
+    for column in ("end_s", "compute_s"):
+        pushes[column] += shift_s
+    assert ((pushes["end_s"] < pushes["now_s"]) == (shift_s == 0)).all()
+    found = written(tmp_path, with_rows(trace, "pushes", pushes))
+    assert found.problems == []
+    assert {source.name for source, target in found.flows if target.name == "update"} == {name}
+
+
+def test_times_that_elapse_are_on_the_track_of_the_deciding_server(tmp_path: Path) -> None:
+    found = written(tmp_path, recorder.record("async-diloco", jitter=0.3))
+    assert {s.track[1] for s in found.slices if s.name == "time elapsed"} == {"server 0"}
 
 
 def test_other_events_release_workers_too(tmp_path: Path) -> None:
@@ -171,7 +192,8 @@ def test_several_runs_stand_side_by_side(tmp_path: Path) -> None:
     found, one = written(tmp_path, real, simulated), written(tmp_path, simulated)
     assert found.problems == []
     processes = {process for process, _ in found.tracks.values()} - {""}
-    assert {process.rpartition(", ")[2] for process in processes} == {"real", "simulated"}
+    kinds = {process.partition(":")[0]: process.rpartition(", ")[2] for process in processes}
+    assert kinds == {"real": "real", simulated.path.parent.name: "simulated"}
     assert (len(found.slices), len(found.flows)) == (2 * len(one.slices), 2 * len(one.flows))
     assert all(source.track[0] == target.track[0] for source, target in found.flows)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pandas as pd
@@ -14,6 +15,8 @@ from hpcsync.export.window import TIMED, parts
 from hpcsync.trace.reader import Trace, load, opened
 from tests.unit.export import runs
 from tests.unit.export.runs import in_slices
+from tests.unit.trace import peer_recorder, recorder
+from tests.unit.trace.recorder import with_rows
 
 KEYS = ["worker", "iteration", "activity", "begin_ns", "end_ns"]
 
@@ -34,6 +37,18 @@ def test_parts_have_the_spans_and_instants_of_the_whole(kind: str) -> None:
     assert sorted(found.values.tolist(), key=str) == sorted(instants(trace).values.tolist(), key=str)
 
 
+@pytest.mark.parametrize(("recorded", "kind"), [(recorder, "asp"), (peer_recorder, "push")])
+def test_transfers_that_do_not_fit_are_shortened_in_parts_as_in_the_whole(recorded: ModuleType, kind: str) -> None:
+    trace = recorded.record(kind)
+    table = "pushes" if trace.job.has_servers else "exchanges"
+    rows = trace.tables[table].copy()
+    rows["comm_s"] *= 3
+    longer = with_rows(trace, table, rows)
+    for n_rows in (7, 15):
+        expected = spans(longer).sort_values(["worker", "begin_ns"], ignore_index=True)
+        pd.testing.assert_frame_equal(all_spans(in_slices(longer, n_rows)), expected)
+
+
 def test_parts_without_earlier_iterations_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(window, "_last_two", lambda rows: rows[:0])
     trace = runs.trace("bsp")
@@ -48,6 +63,7 @@ def test_every_row_is_in_one_part_also_out_of_order() -> None:
     for name in TIMED:
         rows = np.concatenate([part.trace.tables[name] for part in found])
         assert sorted(rows["now_s"]) == sorted(trace.tables[name]["now_s"])
+    assert {part.end_s for part in found} == {trace.tables["pushes"]["end_s"].max()}
     pushes = [part.trace.tables["pushes"]["now_s"] for part in found]
     ends_s = [now_s.max() for now_s in pushes if len(now_s)]
     assert ends_s == sorted(ends_s)
