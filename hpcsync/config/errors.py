@@ -80,8 +80,7 @@ def in_one_line(error: ValidationError, table: dict[str, Any], kinds: dict[str, 
     elif first["type"] == "option":
         path, value, must = [*path, context["key"]], value.get(context["key"], context["value"]), context["must"]
     elif first["type"].startswith("union_tag"):
-        allowed = kinds.get(path[-1]) or re.findall("'(.*?)'", context.get("expected_tags", ""))
-        path, value, must = _tag(path, value, allowed)
+        path, value, must = _tag(path, value, kinds[path[-1]])
     elif first["type"] in ("model_type", "model_attributes_type"):
         must = "must be a table"
     else:
@@ -97,7 +96,7 @@ def _tag(path: list[str], table: Any, allowed: list[str]) -> tuple[list[str], An
     if not isinstance(table, dict):
         return path, table, "must be a table"
     key = "model" if path[-1] == "compute" else "name"
-    must = f"must be one of {', '.join(allowed)}" if allowed else "must be the name of one"
+    must = f"must be one of {', '.join(allowed)}"
     return [*path, key], table.get(key), must + did_you_mean(table.get(key), allowed)
 
 

@@ -50,7 +50,7 @@ def refused(tmp_path: Path, text: str, *overrides: str) -> str:
         (f"{JOB}{'k' * 5000} = 1", "kkk... = 1: unknown key"),
         (
             JOB.replace('{name = "bsp"}', '{name = "sync-switch", share = 0.1, then = {nam = "asp"}}'),
-            "paradigm.then.name: missing; must be the name of one",
+            "paradigm.then.name: missing; must be one of asp, ssp, dssp",
         ),
     ],
     ids=range(14),

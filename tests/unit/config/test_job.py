@@ -2,8 +2,9 @@
 
 import math
 import tomllib
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import tomli_w
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from hpcsync.config.errors import shown
 from hpcsync.config.job import KINDS, Job, JobError, load, load_begun, of_any_seed, refuse_simulated, remarks
-from hpcsync.paradigms import OPTIONS
+from hpcsync.paradigms import OPTIONS, ParadigmOptions
 from hpcsync.paradigms.dssp import DsspOptions
 from hpcsync.paradigms.ssp import SspOptions
 from tests.unit.jobs import make_job
@@ -619,6 +620,16 @@ def test_the_job_of_a_script_cannot_be_loaded(path: Path) -> None:
 
 def test_every_kind_is_named_where_one_is_missing() -> None:
     assert {"bsp", "dssp", "stanza"} < set(KINDS["paradigm"])
+    assert (
+        {
+            each.name
+            for kind in OPTIONS.values()
+            for each in fields(kind)
+            if get_type_hints(kind)[each.name] is ParadigmOptions
+        }
+        == {"then"}
+        < KINDS.keys()
+    )
     assert KINDS["compression"] == CODECS.split(", ")
     assert KINDS["compute"] == ["constant", "lognormal", "exponential", "table"]
     assert KINDS["schedule"] == ["multistep", "cosine"]
