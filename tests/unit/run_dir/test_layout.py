@@ -18,6 +18,7 @@ from hpcsync.config.job import Job
 from hpcsync.report.summary import summarize
 from hpcsync.run_dir import layout
 from hpcsync.run_dir.checkpoint import Resumed
+from hpcsync.system.atomic_files import NotWritten
 from hpcsync.trace import reader
 from hpcsync.trace.reader import load
 from hpcsync.trace.schema import TABLES
@@ -57,13 +58,23 @@ def test_runs_that_begin_in_the_same_second_have_folders_of_their_own():
     assert len(set(folders)) == 40
 
 
-@pytest.mark.parametrize("name", ["trace.h5", "job.toml", "weights.safetensors", "summary.json"])
+@pytest.mark.parametrize("name", ["trace.h5", "job.toml", "weights.safetensors", "summary.json", "checkpoints"])
 def test_a_finished_or_unfinished_run_is_never_overwritten(tmp_path, name):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / name).write_bytes(b"mine")
     with pytest.raises(JobError, match=f"^out run: must not hold a {name} already: runs are never overwritten$"):
         layout.choose(make_job(), "run")
     assert (tmp_path / "run" / name).read_bytes() == b"mine"
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [name], "the lock is released"
+
+
+def test_what_an_attempt_without_a_checkpoint_has_left_is_put_aside(tmp_path):
+    (tmp_path / "run" / "checkpoints" / "1.unfinished").mkdir(parents=True)
+    for name in ("trace.h5", "job.toml", "weights.safetensors", "notes"):
+        (tmp_path / "run" / name).touch()
+    assert layout.cleared(tmp_path / "run")
+    left = {"trace.lost-1.h5", "job.lost-1.toml", "weights.lost-1.safetensors", "notes"}
+    assert {path.name for path in (tmp_path / "run").iterdir()} == left
 
 
 def test_a_run_that_has_finished_is_not_put_aside(tmp_path):
@@ -74,6 +85,7 @@ def test_a_run_that_has_finished_is_not_put_aside(tmp_path):
     with pytest.raises(JobError, match=r"^out run: must hold a run that has not finished; this one has$"):
         layout.put_aside("run")
     assert layout.finished_already("run", resume=True) and not layout.cleared(tmp_path / "run")
+    assert not layout.finished_already("run", resume=False), "a new run is refused there"
     assert (tmp_path / "run" / "trace.h5").read_bytes() == b"mine"
     (tmp_path / "run" / "summary.json").unlink()  # the control
     assert not layout.finished_already("run", resume=True) and layout.cleared(tmp_path / "run")
@@ -134,11 +146,36 @@ def test_a_folder_that_cannot_be_written_is_refused(monkeypatch):
     monkeypatch.setattr(layout.tempfile, "TemporaryFile", refuse)
     with pytest.raises(JobError, match=r"^out run: Permission denied$"):
         layout.choose(make_job(), "run")
+    with pytest.raises(JobError, match=r"^out a/run: Permission denied$"):
+        layout.refuse_unwritable("a/run")
+    assert not Path("a").exists()
 
 
 def test_the_resolved_job_lies_in_the_folder(tmp_path):
     layout.create(layout.choose(make_job(), tmp_path / "a" / "b"), make_job())
     assert Job.from_toml((tmp_path / "a" / "b" / "job.toml").read_text()) == make_job()
+
+
+def test_a_run_that_did_not_start_leaves_nothing(tmp_path, monkeypatch):
+    layout.create(layout.choose(make_job(), "run"), make_job())
+    layout.withdraw(Path("run"))
+    assert [*(tmp_path / "run").iterdir()] == []
+
+    def fill_disk(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Job, "to_toml", fill_disk)
+    with pytest.raises(JobError, match=r"^out run: No space left on device$"):
+        layout.create(Path("run"), make_job())
+    assert [*(tmp_path / "run").iterdir()] == []
+
+
+def test_a_run_does_not_resume_with_another_job(tmp_path):
+    before = Resumed(tmp_path, make_job(), frozenset())
+    with pytest.raises(JobError, match=r"^seed = 5: must be \d+, as it was when the run began$"):
+        layout.choose(make_job(seed=5), "run", before)
+    other = make_job(paradigm={"name": "stanza", "cut": "classifier"}, workload={"name": "digits"})
+    assert layout.as_begun(other, make_job()) is other, "which is refused later"
 
 
 @pytest.mark.parametrize(
@@ -217,3 +254,20 @@ def test_tied_weights_are_saved_under_each_name(tmp_path):
     saved = load_file(tmp_path / layout.WEIGHTS)
     assert saved.keys() == model.state_dict().keys()
     assert all(torch.equal(value, first.weight) for value in saved.values())
+
+
+def test_weights_are_whole_whatever_their_layout_or_not_there(tmp_path, monkeypatch):
+    model = torch.nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+    assert not model.weight.is_contiguous()
+    layout.save_weights(tmp_path, model)
+    assert torch.equal(load_file(tmp_path / layout.WEIGHTS)["weight"], model.weight)
+    (tmp_path / layout.WEIGHTS).unlink()
+
+    def fill_disk(_, path):
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("safetensors.torch.save_file", fill_disk)
+    with pytest.raises(NotWritten, match=r"weights\.safetensors: No space left on device$"):
+        layout.save_weights(tmp_path, model)
+    assert [*tmp_path.iterdir()] == []
