@@ -21,6 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import islice
+from numbers import Integral
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -28,7 +29,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from hpcsync.config.errors import JobError
+from hpcsync.config.errors import JobError, shown
 from hpcsync.training.sampler import batch_indices, fetch, n_batches, sequence_indices, whole_batches
 
 STREAM, PROCESSES_STREAM = 7, 8  # random streams of a job's seed
@@ -311,6 +312,8 @@ def refuse(data: Any, batch_size: int | None, *, sharded: bool = False) -> None:
         raise JobError(f"shard: a {name} is no data: give a data set, an IterableDataset or a DataLoader")
     elif batch_size is None and (_has_indices(data) or isinstance(data, IterableDataset) or data is None):
         raise JobError("shard: batch_size: must be given with a data set")
+    if batch_size is not None and not (isinstance(batch_size, Integral) and batch_size >= 1):
+        raise JobError(f"shard: batch_size = {shown(batch_size)}: must be a whole number of at least 1")
 
 
 def set_epoch(data: Any, epoch: int) -> None:
