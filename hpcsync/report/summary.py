@@ -447,8 +447,10 @@ def _worker_table(summary: Summary) -> Table:
     caption = f"{caption}\n{_ABOUT_SHARES}"
     if "other" in columns:
         caption = f"{caption}\nother: {between.WORDS}"
+    wide = {"load", "staleness"} <= columns.keys()  # with headings of one line it would have more than 80 columns
     for name in columns:
-        workers.add_column(name, justify="left" if name in ("worker", "layers") else "right", no_wrap=True)
+        heading = name.replace(" ", "\n") if wide else name
+        workers.add_column(heading, justify="left" if name in ("worker", "layers") else "right", no_wrap=True)
     for row in _shown(summary.workers):
         workers.add_row(*(cell(row) for cell in columns.values()))
     if len(summary.workers) > MANY_WORKERS:

@@ -11,9 +11,10 @@ from rich.console import Console
 
 from hpcsync.audit.server_recount import Recount
 from hpcsync.config.cluster import ClusterEvent
+from hpcsync.config.predicted import Prediction
 from hpcsync.paradigms.records import NO_PEER, Problem
 from hpcsync.report.aggregate import Tally, begins_allocation
-from hpcsync.report.summary import summarize, table
+from hpcsync.report.summary import Death, beside_prediction, summarize, table
 from hpcsync.trace import reader, schema
 from hpcsync.trace.reader import TraceError
 from hpcsync.trace.writer import TraceWriter
@@ -104,12 +105,80 @@ def test_the_workers():
         ("target_accuracy = 0.94", "accuracy 0.94", 2.5),
         ("target_accuracy = 0.99", "accuracy 0.99", None),
         ("target_loss = 0.5", "loss 0.5", 2.0),
+        ("target_loss = 0.4", "loss 0.4", 2.0),
+        ("target_accuracy = 0.9\ntarget_loss = 0.1", "accuracy 0.9 or loss 0.1", 2.0),
         ("target_accuracy = 0.94\ntarget_loss = 0.45", "accuracy 0.94 or loss 0.45", 2.0),
     ],
 )
 def test_time_to_target(target, words, time_s):
     summary = summarize(trace(target=target))
     assert (summary.target, summary.time_to_target_s) == (words, time_s)
+
+
+@pytest.mark.parametrize(
+    ("known", "time_s", "words"),
+    [
+        ({}, None, "2.00 s to the target; it did not reach it"),
+        ({"low_s": 1, "high_s": 3}, 3.0, "2.00 s to the target (1.00 to 3.00 s, 80 %); it took 1.50 times as long"),
+        (
+            {"samples_per_s": 4},
+            1.0,
+            "2.00 s to the target; it took 0.50 times as long, trained 1.60 times as many samples a second",
+        ),
+    ],
+)
+def test_a_prediction_is_what_the_run_is_compared_with(known, time_s, words):
+    update = {"predicted": Prediction(seconds=2.0, **known), "time_to_target_s": time_s}
+    assert beside_prediction(summarize(trace()).model_copy(update=update)) == words
+
+
+CELLS = {"load": 0.11, "compute": 0.22, "wait": 0.33, "comm": 0.14, "between": 0.2}
+NUMBERS = {"iterations": 9, "pushes": 8, "dropped": 7, "wire_bytes": 6_000, "staleness_mean": 1.5, "staleness_max": 4}
+PLAN = {"start_gap_max_iters": 3, "push_gap_max_iters": 2, "local_steps": 5, "data_share": 0.4, "ratio": 0.05}
+OF_TIME = "11.0 % 22.0 % 33.0 % 14.0 %"
+
+
+@pytest.mark.parametrize(
+    ("update", "head", "row"),
+    [
+        (
+            {},
+            "start push worker pushes dropped load compute wait comm staleness lead lead",
+            f"0 8 7 {OF_TIME} 1.50 (4) 3 2",
+        ),
+        (
+            {"coarse_s": 1.0},
+            "of worker pushes dropped load compute wait comm staleness steps data sent",
+            f"0 8 7 {OF_TIME} 1.50 (4) 5 40.0 % 5.0 %",
+        ),
+        (
+            {"exchanges": 1},
+            "worker iterations exchanges load compute wait comm other kB moved",
+            f"0 9 1 {OF_TIME} 20.0 % 6",
+        ),
+    ],
+)
+def test_each_column_shows_its_number(update, head, row):
+    shares = {f"{part}_share": share for part, share in CELLS.items()}
+    summary = summarize(trace())
+    worker = summary.workers[0].model_copy(update={**shares, **NUMBERS, **PLAN, "exchanges": 1})
+    words = " ".join(text(summary.model_copy(update={"workers": (worker,), **update})).split())
+    assert f"{head} {row}" in words
+
+
+def test_small_numbers_that_no_line_is_made_of():
+    """No more of what is shown in full, no second line for the same, a column from 1 % on."""
+    summary = summarize(trace())
+    death = Death(worker=1, now_s=2.0, left=1)
+    shown = text(summary.model_copy(update={"deaths": (death,) * 5, "events_missed": ("a", "b", "c"), "events": 3}))
+    assert "more" not in shown
+    assert "worker 1 after 2.00 s" in shown and "run ended: a; b; c" in " ".join(shown.split())
+    assert "0.6 at the end" not in text(summary.model_copy(update={"diverged_at": 3}))
+    peers = summarize(peer_recorder.record("pull")).model_copy(update={"between_share": 0.5})
+    assert "of the workers' time" not in text(peers)
+    load = summary.workers[0].model_copy(update={"load_share": 0.01})
+    assert " load " in text(summary.model_copy(update={"workers": (load,)}))
+    assert " load " not in text(summary)
 
 
 def test_unknown_fields_are_none():
@@ -202,9 +271,11 @@ def test_the_table_names_the_buffers_that_were_evaluated(choice, words):
     assert next(line for line in lines if line.startswith("accuracy")).rstrip().endswith(f"best 0.95{words}")
 
 
-def test_the_table_fits_80_columns():
+@pytest.mark.parametrize("load_share", [0.0, 0.1])
+def test_the_table_fits_80_columns(load_share):
     summary = summarize(with_status(trace(target="target_accuracy = 0.9\ntarget_loss = 0.001"), "interrupted"))
     large = {"pushes": 999_999, "dropped": 9_999, "staleness_mean": 127.25, "staleness_max": 1024}
+    large["load_share"] = load_share
     workers = tuple(worker.model_copy(update={**large, "start_gap_max_iters": 1000}) for worker in summary.workers)
     shown = text(summary.model_copy(update={"workers": workers, "samples": 10**9}))
     assert max(map(len, shown.splitlines())) <= 80
@@ -348,7 +419,7 @@ def test_reasons_of_drops_fit_into_the_table():
         assert words in shown.replace(" \n", "\n") or words.strip() in shown
     many = {"dropped": 9_999_999, "late": 5_000_000, "cancelled": 4_000_000}
     assert max(map(len, text(summary.model_copy(update=many)).splitlines())) <= 80
-    assert "at the end" in text(summary.model_copy(update=many))
+    assert "999,999 at the end" in " ".join(text(summary.model_copy(update=many)).split())
     assert "dropped   0 contributions\n" in re.sub(
         " +\n", "\n", text(summarize(record('name = "k-async"\nk = 3', die_s=2.2)))
     )
@@ -428,7 +499,8 @@ def test_leads_do_not_depend_on_the_order_of_pushes_in_the_file():
 @pytest.mark.parametrize("paradigm", PARADIGMS)
 @pytest.mark.parametrize(
     ("slice_rows", "cut", "status"),
-    [(1, 61, "failed"), (7, None, "finished"), (7, 0, "failed"), (100_000, None, "finished")],
+    # 11 rows: the last allocation of batches is cut in two
+    [(1, 61, "failed"), (11, None, "finished"), (7, 0, "failed"), (100_000, None, "finished")],
 )
 def test_a_file_read_in_slices_has_the_same_summary(tmp_path, paradigm, slice_rows, cut, status):
     path = write(tmp_path / "trace.h5", *played(paradigm, cut, status, jitter=0.5, leave={1: 5}))
@@ -493,6 +565,7 @@ def test_bytes_and_time_of_compression():
     shares = [pushes[name].sum() for name in ("encode_s", "compute_s", "wait_s", "comm_s")]
     summary = summarize(compressed)
     assert summary.encode_share == pytest.approx(shares[0] / sum(shares))
+    summary = summary.model_copy(update={"iterations": 99})
     assert f"2.5 kB per push, including the read; takes {100 * summary.encode_share:.1f} % of the time" in text(summary)
     assert summarize(record("asp", updates=12)).encode_share is None
     assert "compression" not in text(summarize(record("asp", updates=12)))
