@@ -259,6 +259,22 @@ def test_a_share_of_an_iteration_takes_that_share_of_its_time(clock):
     assert iterations.end() == (pytest.approx(10.25), pytest.approx(10.75))
 
 
+def test_each_part_of_an_iteration_takes_its_share_of_the_time(clock):
+    iterations = make_iterations(compute={"model": "constant", "seconds": 0.5}, now=lambda: clock[0])
+    loader = iterations.shard(DATA, 4, None, never)
+    for begin_s in (10.0, 11.5):
+        next(loader)
+        for share in (0.25, 0.75):
+            clock[0] += 0.5  # the wait for another worker
+            iterations.resume()
+            clock[0] += 0.0625
+            iterations.rest(share)
+        assert iterations.end() == (begin_s, pytest.approx(begin_s + 1.5))
+        assert iterations.computed_s == pytest.approx(0.5)
+    next(loader)
+    assert iterations.end() == (13.0, pytest.approx(13.5)), "the control: as a whole"
+
+
 def test_a_share_without_a_batch_is_refused():
     with pytest.raises(JobError, match=r"step was called without a batch: the loop must run over sync.shard\(loader\)"):
         make_iterations().pad(0.5)
