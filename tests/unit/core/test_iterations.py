@@ -181,6 +181,7 @@ def test_batches_between_two_steps_are_one_iteration():
     assert (iterations.load_s, iterations.computed_s) == (0.0, 1.0)
     next(loader)
     iterations.end()
+    assert iterations.drew_ahead, "at its first step"
     resumed = make_iterations()
     resumed.restore(iterations.state())
     assert samples(resumed.shard(DATA, 4, 2, never)) == expected(range(2))[3:]
@@ -195,6 +196,7 @@ def test_an_iteration_begins_when_its_batch_is_requested_and_ends_unpadded():
     assert (iterations.end(), iterations.load_s, iterations.computed_s) == ((1.0, 4.0), 0.5, 2.5)
     next(loader)
     assert (iterations.end(), iterations.load_s, iterations.computed_s) == ((6.0, 9.0), 0.0, 3.0)
+    assert not iterations.drew_ahead
 
 
 class Slow(torch.utils.data.Dataset):
