@@ -514,8 +514,8 @@ MISTAKES = {
     "seed=9223372036854775808": "seed = 9223372036854775808: must be a whole number of at most 64 bits",
     "seed=-9223372036854775808": "seed = -9223372036854775808: must be at least 0",
     "seed=-9223372036854775809": "seed = -9223372036854775809: must be a whole number of at most 64 bits",
-    "workload.options.sizes=[1, 9223372036854775808]": "workload.options.sizes[] = 9223372036854775808: must be a whole "
-    "number of at most 64 bits",
+    "workload.options.sizes=[1, 9223372036854775808]": "workload.options.sizes[] = 9223372036854775808: must be a "
+    "whole number of at most 64 bits",
     "workload.batch_size=0": "workload.batch_size = 0: must be at least 1",
     "optimizer.lr=0": "optimizer.lr = 0: must be greater than 0",
     "optimizer.lr=nan": "optimizer.lr = NaN: must be a finite number",
