@@ -30,7 +30,7 @@ class Candidate:
     compression: dict[str, Any] = field(default_factory=dict)
 
 
-def candidates(n_workers: int, iteration_s: float, link_share: float = 0.0) -> list[Candidate]:
+def candidates(n_workers: int, iteration_s: float, link_share: float) -> list[Candidate]:
     """Return candidates for a cluster, ordered from simple to intricate.
 
     Parameters

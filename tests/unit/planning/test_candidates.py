@@ -29,18 +29,19 @@ def test_every_candidate_is_a_job_of_its_own(workers):
 
 
 def test_every_paradigm_but_layer_separation_is_a_candidate():
-    assert {each.paradigm["name"] for each in candidates(4, 0.1)} >= {
+    assert {each.paradigm["name"] for each in candidates(4, 0.1, 0.0)} >= {
         *OPTIONS.keys() - {"stanza", "k-batch-sync", "k-async"}
     }
 
 
 def test_options_follow_from_the_number_of_workers_and_the_time_of_an_iteration():
     of = {
-        name: [each.paradigm.get(key) for each in candidates(6, 0.1) if each.paradigm["name"] == name]
+        name: [each.paradigm.get(key) for each in candidates(6, 0.1, 0.0) if each.paradigm["name"] == name]
         for name, key in (("k-sync", "k"), ("k-batch-async", "k"), ("local-sgd", "steps"), ("adsp", "check_period_s"))
     }
     assert of == {"k-sync": [3, 5, "throughput"], "k-batch-async": [6], "local-sgd": [4, 16], "adsp": [5.0]}
-    assert [each.paradigm["k"] for each in candidates(2, 0.1) if each.paradigm["name"] == "k-sync"] == [1, "throughput"]
+    of_two = [each.paradigm["k"] for each in candidates(2, 0.1, 0.0) if each.paradigm["name"] == "k-sync"]
+    assert of_two == [1, "throughput"]
 
 
 def test_pushes_are_compressed_where_links_take_long_enough():
