@@ -24,7 +24,7 @@ class Received(NamedTuple):
     Attributes
     ----------
     total : torch.Tensor or None
-        Their sum, shape (size,); None without arithmetic. On ranks the next ones overwrite it.
+        Their sum, shape (size,); None without arithmetic. On ranks it is valid until the end of the iteration.
     count : int
         Number of models.
     weight : float

@@ -195,6 +195,12 @@ class Exchange(Transport, Stateful):
         """
         return early
 
+    def _learn_of_deaths(self) -> None:
+        """Forget workers that have died, while waiting for others; the session removes them afterwards."""
+        self._link.poll_commands()
+        for worker in self._link.died:
+            self.forget(worker)
+
     def forget(self, worker: int) -> None:
         """Exclude a worker that has died from the transport."""
 

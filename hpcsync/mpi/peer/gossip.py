@@ -9,6 +9,7 @@ import torch
 
 from hpcsync.mpi.peer.exchange import Exchange, Setup
 from hpcsync.mpi.transport.push_inbox import PushInbox
+from hpcsync.paradigms.peer_method import Actions, ExchangeResult
 from hpcsync.state import built, plain
 from hpcsync.trace.schema import Phase
 from hpcsync.training.local_update import Received
@@ -40,7 +41,16 @@ class Pushing(Exchange):
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
         link, flat = setup.link, setup.flat
-        self._inbox = PushInbox(link.comm, flat.size, flat.weights.dtype, link.transport)
+        self._inbox = PushInbox(
+            link.comm, flat.size, flat.weights.dtype, link.transport,
+            backoff=link.own_backoff(), poll=self._learn_of_deaths,
+        )  # fmt: skip
+
+    def run(self, actions: Actions) -> ExchangeResult:
+        """Carry out the rest of an iteration, after which others may use the memory of what was collected."""
+        result = super().run(actions)
+        self._inbox.release()
+        return result
 
     def send(self, worker: int, peer: int, model: torch.Tensor, weight: float) -> None:
         """Send; on return the model has arrived."""
@@ -48,12 +58,12 @@ class Pushing(Exchange):
         self._inbox.send(peer, model, weight)
 
     def collect(self, worker: int) -> Received | None:
-        """Return what has arrived, in memory that the next call overwrites."""
+        """Return what has arrived, in memory that is valid until the end of the iteration."""
         self._begin_transfer()
         return self._inbox.collect()
 
     def rest(self, worker: int) -> Received | None:
-        """Return the models that have arrived since the last exchange."""
+        """Return the models that have arrived since the last exchange, in memory that is valid until the next one."""
         return self._inbox.collect()
 
     def forget(self, worker: int) -> None:

@@ -31,7 +31,7 @@ class Pairing(Exchange):
         self._shares = setup.method.shares(link.comm.rank)
         self._pairs = PairExchange(
             link.comm, flat.size, flat.weights.dtype, link.transport,
-            shares=self._shares, backoff=link.own_backoff(), poll=self._poll,
+            shares=self._shares, backoff=link.own_backoff(), poll=self._learn_of_deaths,
         )  # fmt: skip
         self._n_steps = 0.0  # contained in the weights of this rank, as it knows them
         self._comm_s = 0.0
@@ -100,12 +100,6 @@ class Pairing(Exchange):
             return None
         found = self._pairs.load()
         return Received(found.vector.clone(), found.n_averaged, found.scalar) if found.n_averaged else None
-
-    def _poll(self) -> None:
-        """Learn which ranks have died; the session removes them afterwards."""
-        self._link.poll_commands()
-        for worker in self._link.died:
-            self._pairs.forget(worker)
 
     def forget(self, worker: int) -> None:
         """Take over the locks of a worker that has died."""

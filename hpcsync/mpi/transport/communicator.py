@@ -51,9 +51,6 @@ class RawWindow(Protocol):
     def Rget(self, into: Any, rank: int, place: Any) -> Any:
         """Begin to copy from a rank; return a request that is complete when the data is there."""
 
-    def Accumulate(self, source: Any, rank: int, place: Any, op: Any) -> None:
-        """Begin to add to a rank's elements, atomically per element."""
-
     def Fetch_and_op(self, operand: Any, before: Any, rank: int, offset: int, op: Any) -> None:
         """Begin to add to one element and to copy what it was."""
 

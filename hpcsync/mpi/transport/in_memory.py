@@ -612,13 +612,6 @@ class MemoryWindow:
         self.Get(into, rank, place)
         return Done()
 
-    def Accumulate(self, source: np.ndarray, rank: int, place: tuple[int, int], op: Any) -> None:
-        """Add to a rank's memory."""
-        with self._world.lock:
-            self._at(rank, place[0], source.nbytes).view(source.dtype)[:] += source
-            self._wake(rank)
-        self._world.operate()
-
     def Fetch_and_op(self, operand: np.ndarray, before: np.ndarray, rank: int, offset: int, op: Any) -> None:
         """Add one element atomically, after copying it to `before`."""
         with self._world.lock:

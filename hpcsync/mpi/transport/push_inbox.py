@@ -1,73 +1,57 @@
 """Push inbox: vectors pushed one-sided to a peer, which collects their sum at any time.
 
-Each rank has two inboxes. Senders fill the active one; the other is empty, or waits for vectors that are still on their
-way. An inbox has a few slots, into which vectors are put, and a sum in host memory, to which all further vectors are
-added. The words, all float64, are:
+Each rank has a few slots for vectors. Two words of 8 bytes belong to each:
 
-    tickets                2 * tickets + inbox: the number of tickets of the active inbox, and which one that is
-    sending                1 + the rank that this rank is sending to; 0: none
-    and for each inbox
-    weight of each slot    weight of the vector in the slot; 0 until the whole vector is there
-    further, weight        number of vectors added to the sum, and the sum of their weights
-    turns                  number of turns to add to the sum, between hosts
+    state    0: empty; greater than 0: full, and the bits of its float64 weight; less than 0: held by a rank
+    count    number of vectors whose sum the slot contains
 
-A sender takes a ticket by an atomic sum, which returns the active inbox and the ticket, the number of a slot. It puts
-the vector there, flushes, and adds the weight, both to words of that inbox. The receiver, once the active inbox has
-issued tickets, makes the other one active by an atomic sum on the same word, and learns from it how many tickets the
-first one has issued in all. It adds up the vectors there when that many have arrived, and resets the words.
+A sender claims a slot by a compare-and-swap of its state: one that is empty, into which it puts its vector, or else one
+that is full, of which it gets the content, adds its vector and puts the sum back. It then flushes, and sets the state
+to the weight of all vectors in the slot. The receiver claims the full ones likewise, adds them up in the first one's
+memory, and sets each to empty when it no longer uses it. A sender finds neither kind only while other ranks hold all
+slots, and waits for them then, at most for as long as they transfer or mix. It never waits for a rank that computes.
 
-Why no vector is lost or counted twice: a ticket and a switch change one word, so they have an order. Every ticket of an
-inbox is issued before the switch, and is counted then; the inbox is not emptied before as many vectors are complete,
-and not active again before it is empty.
+Why no vector is lost or counted twice: only the rank that holds a slot changes what is in it, and a slot changes hands
+by its state alone, one word, once everything before is complete.
 
-The switch also takes the tickets that the receiver has seen from the word, so that those of the other inbox begin at
-0. Tickets that were issued between that look and the switch are left in the word: the other inbox begins after them,
-and its first slots stay empty this time.
-
-A vector is added to the sum by `MPI_Accumulate` on one node, which MPI does not support for GPU memory. Between hosts,
-where that takes many times as long as a put (Open MPI, two senders at once), senders take turns, and each gets the sum
-and puts it back: turn n begins when n vectors have been added. Either takes longer than a put into a slot.
-
-A sender that dies leaves a ticket without a vector. Every rank therefore says in its own memory to which rank it is
-sending; nobody looks there until a rank has died (`forget`) and an inbox is not complete. What is missing once every
-living rank has been seen without a vector for this one, after the switch, is that of a dead one. A vector that it has
-put into a slot either has a weight or is incomplete, and is then discarded. For the sum, there is no way to tell what
-has been added: if a sender dies while it adds to the sum, the receiver raises. Between hosts no death is tolerated.
+A rank that dies may leave a slot held. If it was filling it, or has collected it, nothing in it counts, and another
+sender takes the slot over once it knows of the death (`forget`). If it was adding to it, vectors of others may be torn,
+and the receiver raises. Between hosts no death is tolerated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from mpi4py import MPI
 
-from hpcsync.mpi.transport import cuda
 from hpcsync.mpi.transport.backoff import Backoff
-from hpcsync.mpi.transport.node_memory import numpy_dtype
 from hpcsync.mpi.transport.tensor_window import HOST, Transport
 from hpcsync.mpi.transport.ulfm import RankFailed
 from hpcsync.mpi.transport.window import PIECE_BYTES, Window
 from hpcsync.training.local_update import Received
 
-SLOTS = 3  # at most, per inbox: more peers rarely choose the same receiver between two of its calls of `collect`
-TICKETS, SENDING = 0, 1
-WEIGHTS, FURTHER, WEIGHT, TURNS, WORDS = 0, *range(SLOTS, SLOTS + 4)  # indices of an inbox's words, and their number
-BLOCK_BYTES = 8 * PIECE_BYTES  # of a sum: one is on its way back while the next one is on its way here
+SLOTS = 4  # with fewer of them more vectors are added to others, which takes twice as long as a put
+EMPTY = 0  # a state
+STATE, COUNT = 0, SLOTS  # indices of the words of slot 0
+BLOCK_BYTES = 8 * PIECE_BYTES  # of a vector that is added to a slot: one is on its way there, the next on its way here
 
 
-class _Drained(NamedTuple):
-    """Inbox that is not active, until it is emptied, and the tickets that it has issued: from `first` to `end`."""
+class _Claimed(NamedTuple):
+    """A slot that this rank holds, and its state before."""
 
-    inbox: int
-    first: int
-    end: int
+    slot: int
+    before: int
+
+
+GONE = _Claimed(-1, EMPTY)
 
 
 class PushInbox:
-    """Inboxes of this rank, and access to those of all other ranks.
+    """Inbox of this rank, and access to those of all other ranks.
 
     Parameters
     ----------
@@ -78,25 +62,32 @@ class PushInbox:
     dtype
         Type of the elements.
     transport
-        Transport of the slots.
+        Transport of the vectors.
+    backoff
+        Waiting for a slot.
+    poll
+        Called while waiting for a slot; it may call `forget`.
     """
 
-    def __init__(self, comm: MPI.Intracomm, size: int, dtype: torch.dtype, transport: Transport = HOST) -> None:
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        size: int,
+        dtype: torch.dtype,
+        transport: Transport = HOST,
+        *,
+        backoff: Backoff | None = None,
+        poll: Callable[[], None] = lambda: None,
+    ) -> None:
         self._rank, self._n_ranks, self._size = comm.rank, comm.size, size
-        self._slots = min(comm.size - 1, SLOTS)
-        self._rows = transport.window(comm, 2 * self._slots * size, dtype)
-        self._sums = Window(comm, 2 * size, numpy_dtype(dtype))
-        self._words = Window(comm, 2 + 2 * WORDS, np.float64)
-        self._backoff = Backoff(comm)
+        self._dtype, self._device = dtype, transport.device
+        self._backoff, self._poll = backoff or Backoff(comm, passive=transport.passive), poll
+        self._rows = transport.window(comm, (SLOTS if comm.size > 1 else 0) * size, dtype)
+        self._words = Window(comm, 2 * SLOTS, np.int64)
         self._dead: set[int] = set()
-        self._suspects: set[int] = set()  # living ranks that may still send to the inbox that is drained
-        self._total = torch.zeros(size, dtype=dtype, device=transport.device)
-        self._first = 0  # ticket of the active inbox
-        self._draining: _Drained | None = None
+        self._in_use: int | None = None  # slot whose memory holds what was collected last
         self._kept: Received | None = None  # collected by `keep`, for the next `collect`
-        self._sums.local[:] = 0
-        self._words.local[:] = 0
-        self._sums.sync()
+        self._words.local[:] = EMPTY
         self._words.sync()
         comm.Barrier()
 
@@ -104,6 +95,8 @@ class PushInbox:
 
     def send(self, peer: int, vector: torch.Tensor, weight: float = 1.0) -> None:
         """Add `vector`, shape (size,), to the sum that `peer` will collect; on return it has arrived and may be reused.
+
+        What is sent to a rank that has died is lost.
 
         Parameters
         ----------
@@ -117,182 +110,141 @@ class PushInbox:
         Raises
         ------
         ValueError
-            If `peer` is this rank, or the shape or dtype does not fit.
+            If `peer` is this rank, or the shape, dtype or weight does not fit.
         """
         if peer == self._rank:
             raise ValueError(f"rank {peer} cannot send to itself")
-        if vector.shape != self._total.shape or vector.dtype != self._total.dtype:
-            expected = f"{self._total.dtype}[{self._size}]"
-            raise ValueError(f"{vector.dtype}{list(vector.shape)}: must be {expected}")
-        self._say_sending(1 + peer)
-        inbox, ticket = self._ticket(peer)
-        self._fill(peer, inbox, ticket, vector, weight)
-        self._say_sending(0)
+        if vector.shape != (self._size,) or vector.dtype != self._dtype:
+            raise ValueError(f"{vector.dtype}{list(vector.shape)}: must be {self._dtype}[{self._size}]")
+        if not weight > 0:
+            raise ValueError(f"weight {weight}: must be greater than 0")
+        claimed = self._backoff.until(lambda: self._claim(peer))
+        if claimed != GONE:
+            self._fill(peer, *claimed, vector, weight)
 
-    def _say_sending(self, peer: int) -> None:
-        self._words.local[SENDING] = peer
-        self._words.sync()
+    def _claim(self, peer: int) -> _Claimed | None:
+        """Claim a slot of the peer; return None if all are held, or `GONE` if the peer has died meanwhile."""
+        found = [EMPTY] * SLOTS
+        for slot in range(SLOTS):
+            for unused in (EMPTY, *map(self._filling, self._dead)):
+                found[slot] = self._swap(peer, slot, unused, self._filling(self._rank))
+                if found[slot] == unused:
+                    return _Claimed(slot, EMPTY)
+        for slot, state in enumerate(found):
+            if state > EMPTY and self._swap(peer, slot, state, self._adding(self._rank)) == state:
+                return _Claimed(slot, state)
+        self._poll()
+        return GONE if peer in self._dead else None
 
-    def _ticket(self, peer: int) -> tuple[int, int]:
-        """Take a ticket of the peer's active inbox; return the inbox and the ticket."""
-        ticket, inbox = divmod(int(self._words.fetch_add(2, peer, TICKETS)), 2)
-        return inbox, ticket
-
-    def _fill(self, peer: int, inbox: int, ticket: int, vector: torch.Tensor, weight: float) -> None:
-        if ticket < self._slots:
-            self._rows.put(vector, peer, self._offset(inbox, ticket))
+    def _fill(self, peer: int, slot: int, before: int, vector: torch.Tensor, weight: float) -> None:
+        """Put or add a vector to a slot that this rank holds, and set its state."""
+        count, held = np.ones(1, np.int64), self._adding(self._rank)  # the count is read until the flush
+        if before == EMPTY:
+            held = self._filling(self._rank)
+            self._rows.put(vector, peer, slot * self._size)
             self._rows.flush(peer)
-            self._words.fetch_add(weight, peer, self._at(inbox, WEIGHTS + ticket))
         else:
-            add = self._accumulate if self._backoff.one_node else self._add_in_turn
-            add(vector.cpu().numpy(), peer, inbox)
-            self._words.fetch_add(weight, peer, self._at(inbox, WEIGHT))
-            self._words.fetch_add(1, peer, self._at(inbox, FURTHER))
+            self._add(peer, slot, vector)
+            weight += _weight(before)
+            count += self._words.get_word(peer, COUNT + slot)
+        self._words.put(count, peer, COUNT + slot)
+        self._words.flush(peer)
+        self._swap(peer, slot, held, _full(weight))
 
-    def _accumulate(self, vector: np.ndarray, peer: int, inbox: int) -> None:
-        self._sums.accumulate(vector, peer, inbox * self._size)
-        self._sums.flush(peer)
-
-    def _add_in_turn(self, vector: np.ndarray, peer: int, inbox: int) -> None:
-        """Add `vector` to the sum of the peer's inbox after all senders that have come before."""
-        turn = self._words.fetch_add(1, peer, self._at(inbox, TURNS))
-        further = self._at(inbox, FURTHER)
-        self._backoff.until(lambda: self._words.fetch_add(0, peer, further) == turn)
+    def _add(self, peer: int, slot: int, vector: torch.Tensor) -> None:
         n = BLOCK_BYTES // vector.itemsize
-        blocks = np.empty((2, n), vector.dtype)
+        blocks = torch.empty((2, min(n, self._size)), dtype=self._dtype, device=self._device)
         for number, begin in enumerate(range(0, self._size, n)):
             part = vector[begin : begin + n]
-            block, at = blocks[number % 2, : len(part)], inbox * self._size + begin
-            self._sums.get(block, peer, at)
-            self._sums.flush(peer)  # and complete the put of the block before
-            block += part
-            self._sums.put(block, peer, at)
-        self._sums.flush(peer)
+            block, at = blocks[number % 2, : len(part)], slot * self._size + begin
+            self._rows.get(block, peer, at)
+            self._rows.flush(peer)  # and complete the put of the block before
+            block.add_(part)
+            self._rows.put(block, peer, at)
+        self._rows.flush(peer)
 
-    # ---- the receiver's side; it also reads and changes the words of its inboxes by atomic sums, as senders do ----
+    # ---- the receiver's side ----
 
     def collect(self) -> Received | None:
         """Return the sum of all vectors that have arrived, or None if there are none; never wait.
 
-        Vectors in an inbox to which another sender is still writing come with a later call.
+        The sum is in a slot's memory, and valid until `release` or the next call. What another rank is sending comes
+        with a later call.
+
+        Raises
+        ------
+        RankFailed
+            If a rank died while it added to vectors of others.
         """
+        self.release()
         received, self._kept = self._kept, None
-        if received is not None:
-            received = received._replace(total=self._total.copy_(received.total))
-        if self._draining is not None:
-            received = self._take(self._draining, received)
-        if self._draining is None:
-            seen, inbox = divmod(int(self._word(TICKETS)), 2)
-            if seen > self._first:
-                self._draining = self._switch(inbox, seen)
-                received = self._take(self._draining, received)
+        if received is not None:  # what was kept may still be on its way into a checkpoint
+            received = received._replace(total=received.total.clone())
+        for slot in range(SLOTS):
+            if (state := self._take(slot)) == EMPTY:
+                continue
+            begin, end = slot * self._size, (slot + 1) * self._size
+            self._rows.acquire(begin, end)
+            self._words.sync()
+            found = Received(self._rows.local[begin:end], int(self._words.local[COUNT + slot]), _weight(state))
+            if received is None:
+                received, self._in_use = found, slot
+            else:
+                received = received.plus(found)
+                self._empty(slot)
         return received
 
-    def _switch(self, inbox: int, seen: int) -> _Drained:
-        """Make the other inbox active; `seen` tickets of this one are known."""
-        before = self._words.fetch_add(1 - 2 * (inbox + seen), self._rank, TICKETS)
-        drained = _Drained(inbox, self._first, int(before) // 2)
-        self._first = drained.end - seen
-        self._suspects = {*range(self._n_ranks)} - {self._rank}
-        return drained
+    def _take(self, slot: int) -> int:
+        """Hold a slot of this rank if it is full; return its state before, or `EMPTY` if there is nothing to take."""
+        state = self._swap(self._rank, slot, EMPTY, EMPTY)
+        if state in map(self._adding, self._dead):
+            raise RankFailed("a rank died while it added to other ranks' vectors")
+        if state > EMPTY and self._swap(self._rank, slot, state, self._filling(self._rank)) == state:
+            return state
+        return EMPTY  # or held, perhaps by a sender that has just claimed it
+
+    def release(self) -> None:
+        """Let others use the memory of what was collected last."""
+        if self._in_use is not None:
+            self._empty(self._in_use)
+            self._in_use = None
+
+    def _empty(self, slot: int) -> None:
+        self._rows.release(0, 0)  # this rank has read it, and what it wrote there is not to come after others' puts
+        self._swap(self._rank, slot, self._filling(self._rank), EMPTY)
 
     def keep(self) -> Received | None:
         """Collect all vectors that have arrived, and keep them for the next `collect`; for use while no rank sends."""
         if (received := self.collect()) is not None:
             self._kept = received._replace(total=received.total.clone())
+            self.release()
         return self._kept
 
     def put_back(self, kept: Received | None) -> None:
         """Restore the vectors that were kept at a checkpoint, in a run that is resumed."""
         self._kept = kept
 
-    def forget(self, rank: int) -> None:
-        """Do not wait for the vectors of a rank that died."""
-        self._dead.add(rank)
-
-    def _take(self, drained: _Drained, received: Received | None) -> Received | None:
-        """Add the content of an inactive inbox to `received` and empty the inbox.
-
-        While vectors are on their way there, return `received` unchanged.
-
-        Raises
-        ------
-        RankFailed
-            If a rank died while it added to the inbox's sum.
-        """
-        if not self._is_complete(drained) and not (self._dead and self._living_have_sent()):
-            return received
-        count, weight = (0, 0.0) if received is None else received[1:]
-        for vector, n, its_weight in self._vectors(drained):
-            if count == 0:
-                self._total.copy_(vector)
-            else:
-                self._total.add_(vector)
-            count, weight = count + n, weight + its_weight
-        cuda.ready(self._total)  # all reads of the inbox are complete before senders may write there again
-        self._draining = None
-        return Received(self._total, count, weight) if count else None
-
-    def _is_complete(self, drained: _Drained) -> bool:
-        weights = [self._word(self._at(drained.inbox, WEIGHTS + slot)) for slot in self._used_slots(drained)]
-        return all(weights) and self._word(self._at(drained.inbox, FURTHER)) == self._n_further(drained)
-
-    def _living_have_sent(self) -> bool:
-        """Return whether every living rank has been seen, since the switch, without a vector for this one."""
-        self._suspects -= self._dead
-        self._suspects = {rank for rank in self._suspects if self._sends_here(rank)}
-        return not self._suspects
-
-    def _sends_here(self, rank: int) -> bool:
-        return bool(self._words.get_word(rank, SENDING) == 1 + self._rank)
-
-    def _used_slots(self, drained: _Drained) -> range:
-        return range(drained.first, min(drained.end, self._slots))
-
-    def _n_further(self, drained: _Drained) -> int:
-        return max(0, drained.end - max(drained.first, self._slots))
-
-    def _vectors(self, drained: _Drained) -> Iterator[tuple[torch.Tensor, int, float]]:
-        """Yield for each vector of the inbox: the vector, the number of vectors that it sums, and their weight."""
-        inbox = drained.inbox
-        for slot in self._used_slots(drained):
-            if weight := self._taken(inbox, WEIGHTS + slot):  # 0 if its sender died before the vector was complete
-                begin = self._offset(inbox, slot)
-                self._rows.acquire(begin, begin + self._size)
-                yield self._rows.local[begin : begin + self._size], 1, weight
-        if expected := self._n_further(drained):
-            n = int(self._taken(inbox, FURTHER))
-            if n < expected:
-                raise RankFailed("a rank died while it added to the sum of other ranks' vectors")
-            self._sums.sync()
-            further = self._sums.local[inbox * self._size :][: self._size]
-            self._taken(inbox, TURNS)
-            yield torch.from_numpy(further).to(self._total.device), n, self._taken(inbox, WEIGHT)
-            further[:] = 0  # the sum must start from zero; slots are overwritten
-            self._sums.sync()
-
-    def _word(self, at: int) -> float:
-        return float(self._words.fetch_add(0, self._rank, at))
-
-    def _taken(self, inbox: int, word: int) -> float:
-        """Return the value of a word of an inbox and reset it to 0; no sender changes it now."""
-        if found := self._word(self._at(inbox, word)):
-            self._words.fetch_add(-found, self._rank, self._at(inbox, word))
-        return found
-
     # ---- both ----
 
-    def _at(self, inbox: int, word: int) -> int:
-        return 2 + inbox * WORDS + word
+    def _filling(self, rank: int) -> int:
+        """Return the state of a slot that this rank holds, and whose content does not count without it."""
+        return -1 - rank
 
-    def _offset(self, inbox: int, slot: int) -> int:
-        """Return the first element of a slot in the rows."""
-        return (inbox * self._slots + slot) * self._size
+    def _adding(self, rank: int) -> int:
+        """Return the state of a slot that this rank holds to add to its content."""
+        return -1 - self._n_ranks - rank
+
+    def _swap(self, rank: int, slot: int, expected: int, state: int) -> int:
+        """Set the state of a slot if it is as expected; return what it was."""
+        return self._words.compare_and_swap(expected, state, rank, STATE + slot)
+
+    def forget(self, rank: int) -> None:
+        """Take over what a rank that died has left."""
+        self._dead.add(rank)
 
     def free(self) -> None:
         """Free the windows; collective, and harmless when repeated. No rank may still be sending."""
         self._rows.free()
-        self._sums.free()
         self._words.free()
 
     def __enter__(self) -> PushInbox:
@@ -300,3 +252,12 @@ class PushInbox:
 
     def __exit__(self, *exc: object) -> None:
         self.free()
+
+
+def _full(weight: float) -> int:
+    """Return the state of a full slot: the bits of a positive number are those of a positive integer."""
+    return int(np.float64(weight).view(np.int64))
+
+
+def _weight(state: int) -> float:
+    return float(np.int64(state).view(np.float64))

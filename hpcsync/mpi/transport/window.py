@@ -135,15 +135,11 @@ class Window:
             transfer.pieces.append(functools.partial(piece, part, rank, (offset + begin, len(part))))
         transfer.advance()
 
-    def accumulate(self, source: np.ndarray, rank: int, offset: int) -> None:
-        """Begin to add `source` to the elements from `offset` on of `rank`, atomically per element among sums."""
-        self._open.Accumulate(source, rank, (offset, source.size), MPI.SUM)
-
     def fetch_add(self, value: float, rank: int, offset: int) -> Any:
         """Add `value` to element `offset`, of 8 bytes, of `rank` atomically, and return the previous value.
 
-        Adding 0 reads. MPI guarantees nothing about mixed atomic operations: a window uses `fetch_add` and
-        `accumulate`, on different elements, or `compare_and_swap`.
+        Adding 0 reads. MPI guarantees nothing about mixed atomic operations: a window uses `fetch_add` or
+        `compare_and_swap`.
         """
         if not self._between_nodes:
             operand, before = np.array([value], self._dtype), np.zeros(1, self._dtype)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from mpi4py import MPI
 
-from hpcsync.mpi.transport.push_inbox import SLOTS, TICKETS, PushInbox
+from hpcsync.mpi.transport import push_inbox
+from hpcsync.mpi.transport.push_inbox import EMPTY, GONE, SLOTS, PushInbox
 from hpcsync.mpi.transport.tensor_window import HOST
 from hpcsync.mpi.transport.ulfm import RankFailed
 
@@ -91,237 +92,201 @@ def test_the_receiver_may_compute_meanwhile(comm, needs):
 # ---- the protocol step by step: rank 1 sends to rank 0, and stops in the middle ----
 
 
-def collected_around_a_sender(comm) -> tuple[list[tuple[float, int, float]], tuple[float, int, float]]:
-    """Return what rank 0 collects while rank 1 writes, in a second call, and after rank 1 has left; and their sum."""
-    taken, received = [], Received(5)
-    with PushInbox(comm, 5, torch.float64) as inboxes:
-
-        def collect() -> None:
-            comm.Barrier()
-            if comm.rank == 0:
-                found = inboxes.collect()
-                taken.append((float(found.total[0]), found.count, found.weight) if found else None)
-                received.take(found)
-            comm.Barrier()
-
-        if comm.rank == 1:
-            inboxes.send(0, filled(1.0), 10.0)
-            inbox, ticket = inboxes._ticket(0)  # a place is reserved, but the vector is not there yet
-        collect()
-        if comm.rank == 1:
-            inboxes.send(0, filled(4.0), 40.0)  # by another sender, as it were: to the inbox that is active now
-        collect()
-        if comm.rank == 1:
-            inboxes._fill(0, inbox, ticket, filled(2.0), 20.0)
-        collect()
-        collect()
-    summary = (float(received.total[0]), received.count, received.weight)
-    return comm.bcast((taken, summary))
-
-
-def test_an_inbox_is_not_emptied_while_a_sender_writes_to_it(comm, needs):
-    needs(2)
-    taken, summary = collected_around_a_sender(comm)
-    assert taken == [None, None, (7.0, 3, 70.0), None]
-    assert summary == (7.0, 3, 70.0)
-
-
-def test_a_receiver_that_does_not_wait_misses_an_incomplete_vector(comm, needs, monkeypatch):
-    needs(3)  # so that there is a slot for it
-    monkeypatch.setattr(PushInbox, "_is_complete", lambda self, drained: True)
-    taken, summary = collected_around_a_sender(comm)
-    assert taken[0] == (1.0, 1, 10.0)
-    assert summary == (5.0, 2, 50.0)
-
-
-def sent_across_a_switch(comm) -> tuple[float, int]:
-    """Return what rank 0 collects of 1 and 2 if it switches inboxes around the moment when 2's sender takes a ticket.
-
-    A sender that looks which inbox is active before it takes its ticket sees the one that rank 0 takes in between.
-    """
-    received = Received(5)
+def collected_around_a_sender(comm) -> list[tuple[float, int, float] | None]:
+    """Return what rank 0 collects while rank 1 fills a slot, and sends more as others would, and afterwards."""
+    taken = []
     with PushInbox(comm, 5, torch.float64) as inbox:
         if comm.rank == 1:
-            inbox.send(0, filled(1.0))
-            add, adds = inbox._words.fetch_add, []
-
-            def slow_add(value: float, rank: int, offset: int) -> float:
-                before = add(value, rank, offset)
-                if not adds:
-                    comm.Barrier()  # rank 0 takes the inbox that is active
-                    comm.Barrier()
-                adds.append(value)
-                return before
-
-            inbox._words.fetch_add = slow_add
-            inbox.send(0, filled(2.0))
-            inbox._words.fetch_add = add
-        else:
-            comm.Barrier()
-            if comm.rank == 0:
-                received.take(inbox.collect())
-            comm.Barrier()
-        comm.Barrier()
-        if comm.rank == 0:
-            received.take(inbox.collect())
-            received.take(inbox.collect())
-        comm.Barrier()
-    return comm.bcast((float(received.total[0]), received.count))
+            inbox.send(0, filled(1.0), 10.0)
+            claimed = inbox._claim(0)  # a slot is reserved, but the vector is not there yet
+            inbox.send(0, filled(4.0), 40.0)  # added to the other one
+        collect(comm, inbox, taken)
+        if comm.rank == 1:
+            inbox.send(0, filled(8.0), 80.0)
+        collect(comm, inbox, taken)
+        if comm.rank == 1:
+            inbox._fill(0, *claimed, filled(2.0), 20.0)
+        collect(comm, inbox, taken)
+        collect(comm, inbox, taken)
+    return comm.bcast(taken)
 
 
-def test_a_ticket_is_of_the_inbox_that_was_active(comm, needs):
+def collect(comm, inbox: PushInbox, taken: list[tuple[float, int, float] | None]) -> None:
+    comm.Barrier()
+    if comm.rank == 0:
+        found = inbox.collect()
+        taken.append((float(found.total[0]), found.count, found.weight) if found else None)
+        inbox.release()
+    comm.Barrier()
+
+
+def test_a_vector_that_is_on_its_way_comes_with_a_later_collection(comm, needs):
     needs(2)
-    assert sent_across_a_switch(comm) == (3.0, 2)
+    assert collected_around_a_sender(comm) == [(5.0, 2, 50.0), (8.0, 1, 80.0), (2.0, 1, 20.0), None]
 
 
-def test_a_sender_that_looks_before_it_takes_a_ticket_loses_its_vector(comm, needs, monkeypatch):
-    needs(3)  # so that the slots of an inbox are more than one
-
-    def hasty(self: PushInbox, peer: int) -> tuple[int, int]:
-        ticket, inbox = divmod(int(self._words.fetch_add(0, peer, TICKETS)), 2)
-        self._words.fetch_add(2, peer, TICKETS)
-        return inbox, ticket
-
-    monkeypatch.setattr(PushInbox, "_ticket", hasty)
-    assert sent_across_a_switch(comm) != (3.0, 2)
-
-
-def test_tickets_that_the_receiver_has_not_seen_leave_slots_empty(comm, needs):
-    """Those that are taken between the receiver's look and its switch; slots that are left out are no loss."""
+def test_a_receiver_that_takes_what_is_held_counts_an_incomplete_vector(comm, needs, monkeypatch):
     needs(2)
-    received = Received(5)
+    take = PushInbox._take
+
+    def hasty(self: PushInbox, slot: int) -> int:
+        state = take(self, slot)
+        if state == EMPTY and (held := self._swap(self._rank, slot, EMPTY, EMPTY)) < EMPTY:
+            self._swap(self._rank, slot, held, self._filling(self._rank))
+            return push_inbox._full(1.0)
+        return state
+
+    monkeypatch.setattr(PushInbox, "_take", hasty)
+    taken = collected_around_a_sender(comm)
+    assert sum(found[0] for found in taken if found) != 15.0 or taken[0] != (5.0, 2, 50.0)
+
+
+def in_use(comm, *, release_early: bool) -> tuple[float, float]:
+    """Return an element of what rank 0 has collected, and the same after others have sent more."""
+    before = after = 0.0
     with PushInbox(comm, 5, torch.float64) as inbox:
-        look = inbox._switch
-
-        def slow_switch(active: int, seen: int):
-            comm.Barrier()
-            comm.Barrier()
-            inbox._switch = look
-            return look(active, seen)
-
         if comm.rank == 1:
-            inbox.send(0, filled(1.0))
+            for _ in range(SLOTS):
+                inbox.send(0, filled(1.0))
         comm.Barrier()
         if comm.rank == 0:
-            inbox._switch = slow_switch
-            received.take(inbox.collect())
-            assert received.count == 3 and inbox._first == 2
-        else:
-            comm.Barrier()
-            if comm.rank == 1:
-                inbox.send(0, filled(2.0))
-                inbox.send(0, filled(4.0))
-            comm.Barrier()
+            received = inbox.collect()
+            before = float(received.total[0])
+            if release_early:
+                inbox.release()
         comm.Barrier()
         if comm.rank == 1:
-            inbox.send(0, filled(8.0))
-            inbox.send(0, filled(16.0))
+            for _ in range(2 * SLOTS):
+                inbox.send(0, filled(10.0))
         comm.Barrier()
         if comm.rank == 0:
-            received.take(inbox.collect())
-            assert received.count == 5 and inbox._first == 0
-            assert inbox.collect() is None
+            inbox._rows.acquire(0, 0)
+            after = float(received.total[0])
         comm.Barrier()
-    assert comm.bcast(float(received.total[0])) == 31.0
+    return comm.bcast((before, after))
+
+
+def test_what_is_in_use_stays_as_it_is_while_others_send(comm, needs):
+    needs(2)
+    assert in_use(comm, release_early=False) == (SLOTS, SLOTS)
+
+
+def test_what_is_released_is_overwritten(comm, needs):
+    needs(2)
+    before, after = in_use(comm, release_early=True)
+    assert before == SLOTS and after % 10 == 0
+
+
+def test_senders_wait_only_while_all_slots_are_held(comm, needs):
+    needs(2)
+    seen = None
+    with PushInbox(comm, 5, torch.float64) as inbox:
+        if comm.rank == 1:
+            held = [inbox._claim(0) for _ in range(SLOTS)]
+            waits = inbox._claim(0) is None
+            inbox._fill(0, *held[0], filled(1.0), 1.0)
+            claimed = inbox._claim(0)
+            inbox._fill(0, *claimed, filled(2.0), 2.0)
+            for rest in held[1:]:
+                inbox._fill(0, *rest, filled(4.0), 4.0)
+            seen = None not in held, waits, claimed == (held[0].slot, push_inbox._full(1.0))
+        taken = []
+        collect(comm, inbox, taken)
+    total = 3.0 + 4.0 * (SLOTS - 1)
+    assert comm.bcast(seen, 1) == (True, True, True)
+    assert comm.bcast(taken) == [(total, SLOTS + 1, total)]
 
 
 # ---- a sender that dies: rank 1 stops in the middle, and does not continue ----
 
 
-def collected_without(
-    comm, steps: int, before: int = 0, forgetting: bool = True
-) -> list[tuple[float, int, float] | None]:
-    """Return two collections of rank 0 after rank 1 sent `before` ones, made `steps` steps of sending a 2, and died."""
+def collected_beside_the_dead(comm, before: int, *, completes: bool = False) -> list[tuple[float, int, float] | None]:
+    """Return what rank 0 collects after rank 1 sent `before` ones, claimed a slot for a 2, and died.
+
+    Then rank 2, if there is one, sends as many fours as there are slots, and rank 0 collects again.
+    """
     taken = []
-    with PushInbox(comm, 5, torch.float64) as inboxes:
+    with PushInbox(comm, 5, torch.float64) as inbox:
         if comm.rank == 1:
             for _ in range(before):
-                inboxes.send(0, filled(1.0), 10.0)
-            inboxes._say_sending(1)
-            inbox, ticket = inboxes._ticket(0) if steps > 0 else (None, None)
-            if steps > 1:
-                inboxes._fill(0, inbox, ticket, filled(2.0), 20.0)
+                inbox.send(0, filled(1.0), 10.0)
+            claimed = inbox._claim(0)
+            if completes:
+                inbox._fill(0, *claimed, filled(2.0), 20.0)
         comm.Barrier()
-        if comm.rank == 0:
-            if forgetting:
-                inboxes.forget(1)
-            for _ in range(2):
-                found = inboxes.collect()
-                taken.append((float(found.total[0]), found.count, found.weight) if found else None)
-        comm.Barrier()
+        inbox.forget(1)
+        collect(comm, inbox, taken)
+        if comm.rank == 2:
+            for _ in range(SLOTS):
+                inbox.send(0, filled(4.0), 40.0)
+        collect(comm, inbox, taken)
     return comm.bcast(taken)
 
 
-def test_a_dead_senders_vector_is_complete_or_discarded(comm, needs):
+def test_a_dead_senders_vector_is_complete_or_discarded_and_its_slot_is_used_again(comm, needs):
     needs(2)
-    assert collected_without(comm, 0) == [None, None]
-    assert collected_without(comm, 1) == [None, None]
-    assert collected_without(comm, 2) == [(2.0, 1, 20.0), None]
-    slots = min(comm.size - 1, SLOTS)
-    for before in range(slots):  # it is in a slot of its own
-        expected = (1.0 * before, before, 10.0 * before) if before else None
-        assert collected_without(comm, 1, before) == [expected, None]
+    later = (4.0 * SLOTS, SLOTS, 40.0 * SLOTS) if comm.size > 2 else None
+    assert collected_beside_the_dead(comm, 0) == [None, later]
+    assert collected_beside_the_dead(comm, 0, completes=True) == [(2.0, 1, 20.0), later]
+    for before in range(1, SLOTS):  # it is in a slot of its own
+        assert collected_beside_the_dead(comm, before) == [(1.0 * before, before, 10.0 * before), later]
 
 
-def test_a_dead_sender_is_waited_for_until_it_is_forgotten(comm, needs):
-    needs(3)  # so that there is a slot
-    assert collected_without(comm, 1, 1, forgetting=False) == [None, None]
-
-
-def collected_beside_the_dead(comm) -> list[tuple[float, int] | None]:
-    """Return what rank 0 collects after rank 1 has died with a ticket, before and after rank 2 completes its vector."""
-    taken = []
-    with PushInbox(comm, 5, torch.float64) as inboxes:
+def test_a_sender_does_not_wait_for_a_dead_sender(comm, needs):
+    needs(3)
+    with PushInbox(comm, 5, torch.float64) as inbox:
         if comm.rank == 1:
-            inboxes._say_sending(1)
-            inboxes._ticket(0)
+            for _ in range(SLOTS):
+                inbox._claim(0)
         comm.Barrier()
         if comm.rank == 2:
-            inboxes._say_sending(1)
-            inbox, ticket = inboxes._ticket(0)
+            waits = inbox._claim(0) is None
+            inbox._poll = lambda: inbox.forget(1)
+            inbox.send(0, filled(4.0))
         comm.Barrier()
-        for turn in range(2):
-            if turn and comm.rank == 2:
-                inboxes._fill(0, inbox, ticket, filled(4.0), 1.0)
-                inboxes._say_sending(0)
-            comm.Barrier()
-            if comm.rank == 0:
-                inboxes.forget(1)
-                found = inboxes.collect()
-                taken.append((float(found.total[0]), found.count) if found else None)
-            comm.Barrier()
-    return comm.bcast(taken)
+        received = inbox.collect()
+        found = comm.bcast(float(received.total[0]) if comm.rank == 0 else None)
+        waited = comm.bcast(waits if comm.rank == 2 else None, 2)
+    assert waited and found == 4.0
 
 
-def test_a_living_sender_is_waited_for_beside_a_dead_one(comm, needs):
-    needs(3)
-    assert collected_beside_the_dead(comm) == [None, (4.0, 1)]
-
-
-def test_without_asking_the_living_their_vectors_are_lost(comm, needs, monkeypatch):
-    needs(3)
-    monkeypatch.setattr(PushInbox, "_sends_here", lambda self, rank: False)
-    assert collected_beside_the_dead(comm) == [None, None]
+def test_a_sender_does_not_wait_for_a_dead_receiver(comm, needs):
+    needs(2)
+    with PushInbox(comm, 5, torch.float64) as inbox:
+        if comm.rank == 1:
+            for slot in range(SLOTS):
+                inbox._fill(0, *inbox._claim(0), filled(slot), 1.0)
+        comm.Barrier()
+        if comm.rank == 0:
+            for slot in range(SLOTS):
+                inbox._take(slot)
+        comm.Barrier()
+        if comm.rank == 1:
+            waits = inbox._claim(0) is None
+            inbox._poll = lambda: inbox.forget(0)
+            gone = inbox._claim(0) == GONE
+            inbox.send(0, filled(4.0))
+        assert comm.bcast(waits and gone if comm.rank == 1 else None, 1)
 
 
 def test_a_sum_interrupted_by_a_death_raises(comm, needs):
     needs(2)
-    slots = min(comm.size - 1, SLOTS)
-    assert collected_without(comm, 2, slots) == [(slots + 2.0, slots + 1, 10.0 * slots + 20.0), None]
+    expected = (SLOTS + 2.0, SLOTS + 1, 10.0 * SLOTS + 20.0)
+    assert collected_beside_the_dead(comm, SLOTS, completes=True)[0] == expected
     if comm.rank == 0:
         with pytest.raises(RankFailed, match="died while it added"):
-            collected_alone(comm, slots)
+            collected_alone(comm)
     else:
-        collected_alone(comm, slots)
+        collected_alone(comm)
 
 
-def collected_alone(comm, before: int) -> None:
+def collected_alone(comm) -> None:
     inbox = PushInbox(comm, 5, torch.float64)
     try:
         if comm.rank == 1:
-            for _ in range(before):
+            for _ in range(SLOTS):
                 inbox.send(0, filled(1.0))
-            inbox._ticket(0)
+            inbox._claim(0)
         comm.Barrier()
         if comm.rank == 0:
             inbox.forget(1)
@@ -373,6 +338,9 @@ def test_wrong_vectors_and_sending_to_itself_are_refused(comm):
             inbox.send(comm.rank, torch.zeros(3))
         with pytest.raises(ValueError, match=r"float64\[3\]: must be torch.float32\[3\]"):
             inbox.send((comm.rank + 1) % (comm.size + 1), torch.zeros(3, dtype=torch.float64))
+        for weight in (0.0, float("nan")):
+            with pytest.raises(ValueError, match=f"weight {weight}: must be greater than 0"):
+                inbox.send((comm.rank + 1) % (comm.size + 1), torch.zeros(3), weight)
         assert inbox.collect() is None
 
 

@@ -89,8 +89,6 @@ class Memory:
     ----------
     n_ranks
         Their number.
-    one_node
-        Whether they are on one node.
 
     Attributes
     ----------
@@ -98,8 +96,7 @@ class Memory:
         Copies of one element that have begun and have not been made: call, target rank, window, function.
     """
 
-    def __init__(self, n_ranks: int, *, one_node: bool = True) -> None:
-        self.one_node = one_node
+    def __init__(self, n_ranks: int) -> None:
         self.comms = [Comm(self, rank, n_ranks) for rank in range(n_ranks)]
         self.windows: list[FakeWindow] = []
         self.public: list[list[np.ndarray]] = []  # by number of the window and rank
@@ -140,8 +137,8 @@ class Comm:
 class FakeBackoff:
     """Stands for `Backoff`: a rank that waits looks at each of its steps, of which the first alone counts."""
 
-    def __init__(self, comm: Comm) -> None:
-        self.one_node = comm.memory.one_node
+    def __init__(self, comm: Comm, *, passive: bool) -> None:
+        pass
 
     def until(self, poll: Callable[[], Any]) -> Any:
         n_steps = _here.call.n_steps
@@ -203,12 +200,6 @@ class FakeWindow:
 
     get_word = Window.get_word
 
-    def accumulate(self, source: np.ndarray, rank: int, offset: int) -> None:
-        def copy(i: int) -> None:
-            self.at(rank)[offset + i] += source[i]
-
-        self.begin(rank, copy, source.size)
-
     def fetch_add(self, value: float, rank: int, offset: int) -> Any:
         operate()
         before = self.at(rank)[offset]
@@ -268,6 +259,7 @@ class FakeTransport:
     """Stands for `Transport`."""
 
     device = torch.device("cpu")
+    passive = True
 
     def window(self, comm: Comm, count: int, dtype: torch.dtype) -> FakeTensorWindow:
         return FakeTensorWindow(FakeWindow(comm, count, torch.empty(0, dtype=dtype).numpy().dtype))
