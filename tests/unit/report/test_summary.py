@@ -419,7 +419,7 @@ def test_reasons_of_drops_fit_into_the_table():
         assert words in shown.replace(" \n", "\n") or words.strip() in shown
     many = {"dropped": 9_999_999, "late": 5_000_000, "cancelled": 4_000_000}
     assert max(map(len, text(summary.model_copy(update=many)).splitlines())) <= 80
-    assert "999,999 at the end" in " ".join(text(summary.model_copy(update=many)).split())
+    assert ", 999,999 at the end" in " ".join(text(summary.model_copy(update=many)).split())
     assert "dropped   0 contributions\n" in re.sub(
         " +\n", "\n", text(summarize(record('name = "k-async"\nk = 3', die_s=2.2)))
     )

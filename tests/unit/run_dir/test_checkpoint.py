@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpcsync.config.errors import JobError
+from hpcsync.config.errors import JobError, shown
 from hpcsync.core.assignments import create_paradigm
 from hpcsync.core.coordinator import NoRecorder, coordinate
 from hpcsync.run_dir import checkpoint, checkpoint_files, layout
@@ -36,6 +36,10 @@ ATTRIBUTES = {
     "hosts": "n1",
     "created": "2026-01-02T03:04:05+00:00",
 }
+
+
+LEAVE = [{"worker": 0, "at_s": 1.0, "change": "leave"}]
+BEGAN = "as it was when the run began"
 
 
 def written(folder: Path, *numbers: int, keep: int = 2) -> Checkpoints:
@@ -64,6 +68,32 @@ def test_only_the_newest_ones_stay(tmp_path):
     assert checkpoint.newest(tmp_path / "elsewhere") is None and checkpoint.number_of(None) == 0
 
 
+def test_what_an_earlier_attempt_has_left_of_a_checkpoint_is_deleted(tmp_path):
+    store = Checkpoints(tmp_path, 2, None, shared=True)
+    for _ in range(2):  # killed before it has committed
+        store.begin(1)
+        store.write(1, "server-0", {"value": 1})
+    store.abandon()
+    assert [*(tmp_path / "checkpoints").iterdir()] == []
+
+
+def test_a_checkpoint_without_the_records_of_the_run_is_refused(tmp_path):
+    store = Checkpoints(tmp_path, 2, None, shared=True)
+    store.begin(1)
+    store.write(1, "server-0", {"value": 1})
+    store.commit(1)
+    with pytest.raises(JobError, match=r"^--resume: \S+/1/run\.json: missing$"):
+        checkpoint.resumed(tmp_path)
+
+
+def test_workers_without_servers_do_not_join_again(tmp_path):
+    job = make_job(paradigm={"name": "gossip", "mode": "pull"}, cluster={"workers": 4})
+    before = checkpoint.Resumed(tmp_path, job, frozenset({0, 1, 3}))
+    before.refuse_ranks(3)
+    with pytest.raises(JobError, match=r"^--resume: 4 ranks: must be at most 3, as \S+ has workers$"):
+        before.refuse_ranks(4)
+
+
 def test_a_run_resumes_in_another_version_of_hpcsync(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_files, "__version__", "0.0.1")
     written(tmp_path, 1)
@@ -81,6 +111,9 @@ def test_a_run_resumes_in_another_version_of_hpcsync(tmp_path, monkeypatch):
         ({"predicted": {"seconds": 1.0}}, None),
         ({"optimizer": {"name": "sgd", "lr": 0.2}}, "optimizer.lr = 0.2: must be 0.1, as it was when the run began"),
         ({"paradigm": {"name": "asp"}}, 'paradigm.name = "asp": must be "bsp", as it was when the run began'),
+        ({"compression": {"name": "sign"}}, 'compression.name = "sign": must be "none", as it was when the run began'),
+        ({"cluster": {"workers": 3}}, "cluster.workers = 3: must be 2, as it was when the run began"),
+        ({"cluster": {"workers": 2, "events": LEAVE}}, f"cluster.events = {shown(LEAVE)}: must be [], {BEGAN}"),
         ({"cluster": {"servers": 2, "workers": 3}}, "cluster.servers = 2: must be 1, as it was when the run began"),
     ],
 )

@@ -63,13 +63,14 @@ def test_a_part_is_read_as_it_was_written(tmp_path):
         "numpy": np.arange(6, dtype=np.float32).reshape(2, 3),
         "words": (1, {"2": ["a"]}),
         "nan": torch.tensor([math.nan, -0.0]),
+        "transposed": torch.arange(6.0).reshape(2, 3).t(),
     }
     write_part(tmp_path, "p", state)
     again = read_part(tmp_path, "p")
     assert again["numbers"][:5] == state["numbers"][:5] and math.copysign(1, again["numbers"][1]) == -1
     assert again["numbers"][5:] == ["inf", "-inf", "nan", True, None], "floats, where the declared type says so"
     assert again["words"] == [1, {"2": ["a"]}] and again["text"] == "inf"
-    arrays = ("scalar", "empty", "numpy", "nan")
+    arrays = ("scalar", "empty", "numpy", "nan", "transposed")
     pairs = [(again["tensors"][key], tensor) for key, tensor in tensors.items()]
     pairs += [(again[key], torch.as_tensor(state[key])) for key in arrays]
     pairs += [*zip(again["shared"], state["shared"], strict=True)]

@@ -1,6 +1,8 @@
 """status.json: replaced as a whole, read at any time, settled; and the command that shows it."""
 
+import errno
 import json
+import os
 import threading
 import time
 
@@ -8,6 +10,7 @@ import pytest
 
 from hpcsync.cli import watch as watching
 from hpcsync.config.errors import JobError
+from hpcsync.run_dir import status_file
 from hpcsync.run_dir.status_file import STATUS, StatusError, StatusWriter, read, settle
 from tests.unit.jobs import make_job
 
@@ -53,8 +56,10 @@ def test_it_is_written_every_second_and_at_the_end(tmp_path):
     status.offer(1.1)
     found = await_samples(tmp_path, 16)
     assert (found.status, found.now_s, found.accuracy, found.samples_per_s) == ("running", 1.1, None, 16 / 1.1)
+    assert (found.every_s, found.lead_bound) == (1.0, 0.0)
     status.close("finished")
     status.close("failed")  # once is enough
+    assert (read(tmp_path).now_s, read(tmp_path).workers.state) == (1.1, ("unknown", "unknown"))
     assert (read(tmp_path).status, read(tmp_path).target) == ("finished", "accuracy 0.9 or loss 0.1")
     assert [path.name for path in tmp_path.iterdir()] == [STATUS]
 
@@ -73,6 +78,41 @@ def test_what_takes_long_is_written_less_often(tmp_path):
     status.offer(6.2)
     assert await_samples(tmp_path, 24).every_s == pytest.approx(2.5)  # 0.004 s for two
     status.close("finished")
+
+
+def test_what_takes_very_long_is_written_every_ten_seconds(tmp_path):
+    status, _ = writer(tmp_path, cpu_clock=lambda: 60.0)
+    status.offer(0.0)
+    await_samples(tmp_path, 0)
+    status.close("finished")
+    assert read(tmp_path).every_s == 10.0
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_read_again(tmp_path, monkeypatch):
+    with pytest.raises(StatusError, match=r"status\.json: no such file: the run has not begun, or wrote none$"):
+        read(tmp_path)
+    status, _ = writer(tmp_path)
+    status.close("finished")
+    content, answers = (tmp_path / STATUS).read_bytes(), []
+
+    def answer(_):
+        if isinstance(found := answers.pop(0), int):
+            raise OSError(found, os.strerror(found))
+        return found
+
+    monkeypatch.setattr(status_file.Path, "read_bytes", answer)
+    answers[:] = [errno.ESTALE, content]
+    assert read(tmp_path).status == "finished"
+    answers[:] = [errno.EIO, content]
+    with pytest.raises(StatusError, match=r"status\.json: Input/output error$"):
+        read(tmp_path)
+
+
+def test_a_file_that_cannot_be_replaced_leaves_no_other(tmp_path):
+    (tmp_path / STATUS).mkdir()
+    with pytest.raises(OSError):
+        status_file.replace(tmp_path / STATUS, "{}")
+    assert [path.name for path in tmp_path.iterdir()] == [STATUS]
 
 
 class InPlace(StatusWriter):
