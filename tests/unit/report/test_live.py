@@ -24,7 +24,9 @@ from hpcsync.report.live import (
     Status,
     Workers,
     columns,
+    known,
     recent,
+    samples_per_s,
     time_left,
 )
 from hpcsync.report.summary import summarize
@@ -132,6 +134,26 @@ def test_a_worker_has_diverged_while_its_latest_step_is_not_finite(problem, what
     assert tally.not_finite == (), "it has recovered"
 
 
+def test_a_model_that_arrives_after_the_end_is_no_sign_of_recovery():
+    tally, late = RowTally(3), steps(Problem.NONE, first=9)
+    late["batch_size"] = 0
+    tally.add("exchanges", steps(Problem.LOSS_NOT_FINITE))
+    tally.add("exchanges", late)
+    assert [worker.iteration for worker in tally.not_finite] == [1]
+
+
+def test_the_newest_stalls_of_three_workers_are_kept():
+    tally, rows = RowTally(6), np.zeros(7, record("asp").tables["stalls"].dtype)
+    rows["worker"], rows["now_s"] = [0, 1, 2, 3, 4, 5, 1], [1, 2, 3, 4, 5, 6, 7]
+    tally.add("stalls", rows)
+    assert [(stall.worker, stall.now_s) for stall in tally.stalls] == [(1, 7.0), (5, 6.0), (4, 5.0)]
+
+
+def test_what_json_does_not_have_is_not_known():
+    assert [known(value) for value in (math.nan, math.inf, -math.inf, 0.5)] == [None, None, None, 0.5]
+    assert samples_per_s(moments([0.0])) is None, "no time has passed"
+
+
 def moments(shares):
     return [Moment(float(i), float(i), i, share) for i, share in enumerate(shares)]
 
@@ -152,7 +174,7 @@ def test_the_time_left_is_known_however_seldom_the_status_is_written(every_s, n_
     assert time_left(kept) == pytest.approx((101 * every_s,) * 3)
 
 
-@pytest.mark.parametrize("shares", [[0.1] * 12, [math.nan] * 12, [0.1, 0.2, 0.3]])
+@pytest.mark.parametrize("shares", [[0.1] * 12, [math.nan] * 12, [0.1, 0.2, 0.3], [0.0, 0.1, 0.2, 0.3, 0.4, 0.5]])
 def test_without_progress_without_limits_or_at_the_begin_no_time_is_known(shares):
     assert time_left(moments(shares)) is None
 
