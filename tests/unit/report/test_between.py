@@ -11,6 +11,7 @@ from hpcsync.report import live, trace_pair
 from hpcsync.report.between import Between
 from hpcsync.report.explanation import explain, sentences
 from hpcsync.report.summary import summarize
+from hpcsync.trace.schema import TABLES, Change
 from hpcsync.trace.writer import TraceWriter
 from tests.unit.report.test_summary import text
 from tests.unit.simulator.runs import simulated
@@ -163,3 +164,18 @@ def test_an_average_counts_on_both_sides(trace):
     gossip = summarize(peer_recorder.record("pull"))
     assert {worker.averages for worker in gossip.workers} == {None}
     assert summarize(record("bsp", updates=4)).workers[0].between_share == pytest.approx(0.0, abs=1e-9)
+
+
+def test_the_gaps_of_a_worker_are_summed_but_for_its_absence():
+    rows = np.zeros(6, TABLES["exchanges"])
+    rows["worker"], rows["iteration"] = [0, 0, 0, 0, 1, 1], [1, 2, 3, 4, 1, 2]
+    rows["begin_s"], rows["compute_s"], rows["batch_size"] = [0.0, 1.5, 10.25, 11.5, 0.0, 0.5], 1.0, 8
+    rows["end_s"] = rows["begin_s"] + 1.0
+    changes = np.zeros(2, TABLES["membership"])
+    changes["now_s"], changes["change"] = [3.0, 10.0], [Change.LEFT, Change.JOINED]
+    for order in (range(6), [3, 5, 1, 0, 4, 2]):
+        between = Between(2)
+        for change in changes:
+            between.add_change(change)
+        between.add(rows[list(order)])
+        assert between.seconds.tolist() == [0.5 + 0.25, 0.0], "worker 1 begins before its last iteration has ended"
