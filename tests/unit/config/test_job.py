@@ -248,6 +248,13 @@ def test_a_later_override_replaces_a_whole_table(path: Path) -> None:
     assert error(path, "optimizer.schedule.name=cosine", "optimizer=3") == "optimizer = 3: must be a table"
 
 
+def test_keys_that_the_kind_of_the_file_does_not_have_are_refused(path: Path) -> None:
+    path.write_text(TOML.replace('name = "dssp"', 'name = "dssp"\nsteps = 3'))
+    assert error(path, "paradigm.name=dssp").startswith("paradigm.steps = 3: unknown key")
+    path.write_text(f"{TOML}[compression]\nratio = 0.1\n")
+    assert error(path, "compression=fp16").startswith("compression.ratio = 0.1: unknown key")
+
+
 def test_keys_that_both_kinds_have_are_kept_and_named(path: Path) -> None:
     overrides = ["paradigm.name=k-async", "paradigm.k=2", "cluster.compute.model=constant", "compression=top-k"]
     assert remarks(path, overrides) == [
@@ -466,6 +473,7 @@ MISTAKES = {
     # which kind of table
     "paradigm.name=dsp": f'paradigm.name = "dsp": must be one of {PARADIGMS}; did you mean dssp?',
     "paradigm.name=3": f"paradigm.name = 3: must be one of {PARADIGMS}",
+    "paradigm.name=[]": f"paradigm.name = []: must be one of {PARADIGMS}",
     "paradigm={}": f"paradigm.name: missing; must be one of {PARADIGMS}",
     "workload.name=digit": 'workload.name = "digit": must be one of digits, images, cifar10, cifar100, linear, '
     'text, timing, "package.module:function"; did you mean digits?',
