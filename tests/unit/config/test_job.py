@@ -289,6 +289,9 @@ def test_another_paradigm_drops_what_it_excludes_of_the_file(path: Path, allredu
     assert message.startswith('optimizer.async_lr_scale = "1/workers": must be 1.0 with')
     kept = load(path, ["paradigm=bsp"])
     assert (kept.cluster.servers, kept.optimizer.async_lr_scale) == (2, "1/workers")
+    path.write_text(TOML.replace("lr = ", "async_lr_scale = 1.0\nlr = ").replace("[cluster]", "[cluster]\nservers = 1"))
+    assert remarks(path, [allreduce])[-1] == "paradigm.name is allreduce: cluster.servers dropped"
+    assert load(path, [allreduce]).cluster.servers == 0
     path.write_text(TOML.replace('name = "dssp"', 'name = "local-sgd"').replace("[cluster]", "[cluster]\nservers = 0"))
     assert load(path, ["paradigm=bsp"]).cluster.servers == 1
 
