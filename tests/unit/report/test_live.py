@@ -273,6 +273,21 @@ def test_it_fits_the_terminal_whatever_the_number_of_workers(n_workers, width, h
         assert any("faster workers: iteration" in line for line in lines)
 
 
+def test_columns_show_what_a_run_has_and_the_others_are_summed_up():
+    waits = tuple(None if w == 25 else w / 100 for w in range(30))
+    shares = {"compute": (0.25,) * 30, "wait": waits, "comm": (0.5,) * 30, "staleness": (1.5,) * 30}
+    workers = status(30).workers.model_copy(update={"host": ("a",) * 30, "load": (None,) * 30, **shares})
+    lines = [line.split() for line in text(status(workers=workers)).splitlines()]
+    assert ["worker", "state", "iteration", "lead", "staleness", "compute", "wait", "comm"] in lines
+    assert ["3", "computing", "103", "3", "1.50", "25", "%", "3", "%", "50", "%"] in lines
+    (n,) = (int(line[1]) for line in lines if line[0] == "and")
+    folded = f"and {n} faster workers: iteration {130 - n} to 129, lead up to 29, wait {30 - n} % to 29 %"
+    assert folded.split() in lines
+    loading = workers.model_copy(update={"load": (0.01,) * 30})
+    peers = [line.split() for line in text(status(workers=loading, n_servers=0)).splitlines()]
+    assert ["worker", "state", "iteration", "lead", "load", "compute", "wait", "comm"] in peers
+
+
 def test_who_is_in_trouble_comes_first_then_the_slowest():
     workers = status(5).workers.model_copy(update={"state": ("computing", "waiting", "stalled", "left", "died")})
     assert live_view.order(workers) == [4, 2, 3, 0, 1]
@@ -292,6 +307,8 @@ def test_an_old_status_is_said_to_be_old():
     assert "no news for 34 s" in text(status(), age_s=34.0)
     assert "no news" not in text(status(status="finished"), age_s=34.0)
     assert "no news" not in text(status(every_s=12.0), age_s=34.0)
+    assert "no news" not in text(status(), age_s=9.0)
+    assert "left" not in text(status(status="failed"))
 
 
 def test_a_stall_is_shown():
