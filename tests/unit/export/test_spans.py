@@ -10,7 +10,7 @@ from hpcsync.export.spans import NS, disjoint, instants, nanoseconds, spans
 from hpcsync.report import intervals
 from hpcsync.trace.schema import Change
 from tests.unit.export import runs
-from tests.unit.trace.recorder import with_rows
+from tests.unit.trace.recorder import record, with_rows
 
 
 def overlaps(frame: pd.DataFrame) -> int:
@@ -54,6 +54,13 @@ def test_instants_are_updates_and_events() -> None:
     assert (updates["worker"] == intervals.SERVERS).all()
     assert updates["iteration"].tolist() == trace.tables["updates"]["version"].tolist()
     assert frame[frame["activity"] == "died"][["worker", "now_ns"]].values.tolist() == [[1, 2_500_000_000]]
+
+
+def test_times_that_elapse_are_no_decisions() -> None:
+    trace = record("async-diloco", jitter=0.3)
+    controllers = trace.tables["decisions"]["controller"].tolist()
+    assert b"elapsed" in controllers
+    assert (instants(trace)["activity"] == "decision").sum() == controllers.count(b"local-steps") > 0
 
 
 def test_a_run_without_events_has_none() -> None:
