@@ -12,6 +12,7 @@ from pathlib import Path
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
 from hpcsync.export.scalars import Point
+from hpcsync.system.atomic_files import whole
 
 Write = Callable[[Point], None]
 Close = Callable[[str], None]  # takes the status of the run
@@ -75,7 +76,8 @@ def _id_of(folder: Path, log: str) -> str | None:
 
 
 def _remember(folder: Path, log: str, identifier: str) -> None:
-    (folder / f"{log}.id").write_text(identifier, encoding="utf-8")
+    with whole(folder / f"{log}.id") as file:
+        file.write_text(identifier, encoding="utf-8")
 
 
 LOGS = {log.__name__: log for log in (tensorboard, wandb, mlflow)}  # by the name of their package and extra

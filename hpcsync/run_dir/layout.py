@@ -32,6 +32,7 @@ TRACE = "trace.h5"
 JOB = "job.toml"
 WEIGHTS = "weights.safetensors"
 SUMMARY = "summary.json"
+LOGGED = ("tensorboard", "wandb.id", "mlflow.id")  # where the run is logged, for one that resumes
 RUNS = Path("runs")  # for runs whose folder is not given
 
 
@@ -154,7 +155,7 @@ def put_aside(out: str | Path | None) -> None:
             lock.hold(Path(out))
             _refuse_finished(Path(out))
             checkpoint.remove_unfinished(Path(out))
-            for path in [Path(out) / name for name in (TRACE, JOB, WEIGHTS) if (Path(out) / name).exists()]:
+            for path in filter(Path.exists, (Path(out) / name for name in (TRACE, JOB, WEIGHTS, *LOGGED))):
                 path.rename(aside(path))
 
 

@@ -70,10 +70,12 @@ def test_a_finished_or_unfinished_run_is_never_overwritten(tmp_path, name):
 
 def test_what_an_attempt_without_a_checkpoint_has_left_is_put_aside(tmp_path):
     (tmp_path / "run" / "checkpoints" / "1.unfinished").mkdir(parents=True)
-    for name in ("trace.h5", "job.toml", "weights.safetensors", "notes"):
+    (tmp_path / "run" / "tensorboard").mkdir()
+    for name in ("trace.h5", "job.toml", "weights.safetensors", "wandb.id", "mlflow.id", "notes"):
         (tmp_path / "run" / name).touch()
     assert layout.cleared(tmp_path / "run")
     left = {"trace.lost-1.h5", "job.lost-1.toml", "weights.lost-1.safetensors", "notes"}
+    left |= {"tensorboard.lost-1", "wandb.lost-1.id", "mlflow.lost-1.id"}  # the next attempt is logged as a new run
     assert {path.name for path in (tmp_path / "run").iterdir()} == left
 
 
