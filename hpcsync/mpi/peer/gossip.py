@@ -1,4 +1,4 @@
-"""Transports of asynchronous gossip: a worker reads or writes the memory of a peer, and no worker blocks."""
+"""Transports of asynchronous gossip: a worker reads or writes the memory of a peer, which may compute."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Pushing(Exchange):
         return self._inbox.collect()
 
     def rest(self, worker: int) -> Received | None:
-        """Return the models that have arrived since the last exchange, in memory that is valid until the next one."""
+        """Return the models that have arrived since the last exchange, in memory that is valid until `free`."""
         return self._inbox.collect()
 
     def forget(self, worker: int) -> None:

@@ -9,14 +9,14 @@ A sender claims a slot by a compare-and-swap of its state: one that is empty, in
 that is full, of which it gets the content, adds its vector and puts the sum back. It then flushes, and sets the state
 to the weight of all vectors in the slot. The receiver claims the full ones likewise, adds them up in the first one's
 memory, and sets each to empty when it no longer uses it. A sender finds neither kind only while other ranks hold all
-slots, and waits for them then, at most for as long as they transfer or mix. It never waits for a rank that computes.
+slots, and waits for them then, at most for as long as they transfer or mix. It does not wait for a rank that computes.
 
 Why no vector is lost or counted twice: only the rank that holds a slot changes what is in it, and a slot changes hands
 by its state alone, one word, once everything before is complete.
 
 A rank that dies may leave a slot held. If it was filling it, or has collected it, nothing in it counts, and another
 sender takes the slot over once it knows of the death (`forget`). If it was adding to it, vectors of others may be torn,
-and the receiver raises. Between hosts no death is tolerated.
+and the receiver raises when it collects. Between hosts no death is tolerated.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Claimed(NamedTuple):
     before: int
 
 
-GONE = _Claimed(-1, EMPTY)
+GONE = _Claimed(-1, EMPTY)  # no slot: the receiver has died
 
 
 class PushInbox:
@@ -168,8 +168,8 @@ class PushInbox:
     def collect(self) -> Received | None:
         """Return the sum of all vectors that have arrived, or None if there are none; never wait.
 
-        The sum is in a slot's memory, and valid until `release` or the next call. What another rank is sending comes
-        with a later call.
+        The sum is in a slot's memory, and valid until `release` or the next call. What another rank is sending, and
+        what is in a slot that it adds to, comes with a later call.
 
         Raises
         ------
@@ -178,8 +178,6 @@ class PushInbox:
         """
         self.release()
         received, self._kept = self._kept, None
-        if received is not None:  # what was kept may still be on its way into a checkpoint
-            received = received._replace(total=received.total.clone())
         for slot in range(SLOTS):
             if (state := self._take(slot)) == EMPTY:
                 continue
@@ -201,7 +199,7 @@ class PushInbox:
             raise RankFailed("a rank died while it added to other ranks' vectors")
         if state > EMPTY and self._swap(self._rank, slot, state, self._filling(self._rank)) == state:
             return state
-        return EMPTY  # or held, perhaps by a sender that has just claimed it
+        return EMPTY  # or a sender holds it, or has just added to it: then it is for a later call
 
     def release(self) -> None:
         """Let others use the memory of what was collected last."""

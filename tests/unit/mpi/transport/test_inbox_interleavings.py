@@ -25,8 +25,9 @@ class Senders(RuleBasedStateMachine):
 
     inbox_class = PushInbox
 
-    @initialize(n_ranks=st.integers(2, 6))
-    def begin(self, n_ranks: int) -> None:
+    @initialize(n_ranks=st.integers(2, 6), mortal=st.sampled_from(["nobody", "senders", "senders", "all"]))
+    def begin(self, n_ranks: int, mortal: str) -> None:
+        self.mortal = mortal
         self.set_up(n_ranks)
         self.senders = list(range(1, n_ranks))
         self.calls: dict[int, Call] = {}  # by rank; 0 collects
@@ -142,19 +143,21 @@ class Senders(RuleBasedStateMachine):
         self.inboxes[0].put_back(kept)
         self.learn(0)
 
-    @precondition(lambda self: len(self.senders) > 1)
+    @precondition(lambda self: self.mortal != "nobody" and len(self.senders) > 1)
     @rule(number=st.integers(0, 4))
     def dies(self, number: int) -> None:
         """A push that is not complete then counts as a whole or not at all."""
-        busy = [rank for rank in self.senders if rank in self.calls] or self.senders
-        rank = busy[number % len(busy)]
+        held = -1 - self.memory.public[1][0][: push_inbox.SLOTS]
+        adding = [rank for rank in self.senders if rank + len(self.inboxes) in held]
+        likely = adding or [rank for rank in self.senders if rank in self.calls] or self.senders
+        rank = likely[number % len(likely)]
         self.senders.remove(rank)
         if (call := self.calls.pop(rank, None)) is not None:
             call.die()
             self.under_way.pop(rank)
         self.learn(0)
 
-    @precondition(lambda self: self.receives)
+    @precondition(lambda self: self.mortal == "all" and self.receives)
     @rule()
     def the_receiver_dies(self) -> None:
         """Senders then come to an end, whatever it has held."""
@@ -321,19 +324,48 @@ class TakesOverFromTheLiving(PushInbox):
         self._dead.update(range(self._n_ranks))
 
 
-class TakesWhatIsTorn(PushInbox):
-    """What a rank has added to when it died is taken for a slot that it was filling."""
-
-    def _claim(self, peer: int) -> Any:
-        for slot in range(push_inbox.SLOTS):
-            for dead in [*map(self._adding, self._dead)]:
-                self._swap(peer, slot, dead, EMPTY)
-        return super()._claim(peer)
+class IgnoresWhatIsTorn(PushInbox):
+    """The receiver does not notice that a rank has died while it added."""
 
     def _take(self, slot: int) -> int:
-        for dead in [*map(self._adding, self._dead)]:
-            self._swap(self._rank, slot, dead, EMPTY)
-        return super()._take(slot)
+        dead, self._dead = self._dead, set()
+        state = super()._take(slot)
+        self._dead = dead
+        return state
+
+
+class ReadsBeforeItIsVisible(PushInbox):
+    def collect(self) -> Received | None:
+        acquire, self._rows.acquire = self._rows.acquire, lambda begin, end: None
+        received = super().collect()
+        self._rows.acquire = acquire
+        return received
+
+
+class CountsBeforeItIsVisible(PushInbox):
+    def collect(self) -> Received | None:
+        sync, self._words.sync = self._words.sync, lambda: None
+        received = super().collect()
+        self._words.sync = sync
+        return received
+
+
+class ForgetsTheCountBefore(PushInbox):
+    def _fill(self, peer: int, slot: int, before: int, vector: torch.Tensor, weight: float) -> None:
+        self._words.get_word = lambda rank, offset: 0
+        super()._fill(peer, slot, before, vector, weight)
+        del self._words.get_word
+
+
+class AddsBeforeItHasRead(PushInbox):
+    """The get of a block is complete only when the block has been put back."""
+
+    def _add(self, peer: int, slot: int, vector: torch.Tensor) -> None:
+        flush, put = self._rows.flush, self._rows.put
+        self._rows.flush = lambda rank: None
+        self._rows.put = lambda block, rank, offset: (put(block, rank, offset), flush(rank))
+        super()._add(peer, slot, vector)
+        self._rows.flush, self._rows.put = flush, put
 
 
 class ForgetsWhatWasKept(PushInbox):
@@ -364,7 +396,7 @@ class DoesNotFlushItsLastBlock(PushInbox):
         (AddsWithoutHolding, "lost|sum|twice|not kept"),
         (IsFullTooEarly, "sum|lost|not kept"),
         (CountsTooLate, "twice|sum|lost|died before the flush|not kept"),
-        (ForgetsTheWeightBefore, "sum"),
+        (ForgetsTheWeightBefore, "sum|lost|not kept"),
         (TakesWhatIsHeld, "lost|sum|twice|died|not kept"),
         (TakesWithoutHolding, "lost|twice|in use|sum|not kept"),
         (ReleasesAtOnce, "in use"),
@@ -372,7 +404,11 @@ class DoesNotFlushItsLastBlock(PushInbox):
         (WritesAfterOthers, "sum|lost|not kept"),
         (WaitsForTheDead, "waits forever"),
         (TakesOverFromTheLiving, "lost|sum|twice|not kept"),
-        (TakesWhatIsTorn, "lost|sum|not kept"),
+        (IgnoresWhatIsTorn, "lost|waits forever|not kept"),
+        (ReadsBeforeItIsVisible, "sum|lost|not kept"),
+        (CountsBeforeItIsVisible, "twice|sum|lost|not kept"),
+        (ForgetsTheCountBefore, "twice|sum|lost|not kept"),
+        (AddsBeforeItHasRead, "sum|lost|not kept"),
         (ForgetsWhatWasKept, "lost|not kept"),
         (DoesNotFlushItsLastBlock, "lost|sum|died before the flush|not kept"),
     ],
