@@ -114,10 +114,14 @@ class Exchange(Transport, Stateful):
             while True:
                 value = actions.send(value)
         except StopIteration as end:
+            self._absorbed()
             if self._began_s < math.inf:
                 self.comm_s = time.perf_counter() - self._began_s
             result: ExchangeResult = end.value
             return result
+
+    def _absorbed(self) -> None:
+        """Release the memory of what was received in this iteration."""
 
     def _begin_transfer(self) -> None:
         """Count the time from here to the end of the iteration as that of transfers."""

@@ -9,7 +9,6 @@ import torch
 
 from hpcsync.mpi.peer.exchange import Exchange, Setup
 from hpcsync.mpi.transport.push_inbox import PushInbox
-from hpcsync.paradigms.peer_method import Actions, ExchangeResult
 from hpcsync.state import built, plain
 from hpcsync.trace.schema import Phase
 from hpcsync.training.local_update import Received
@@ -46,11 +45,8 @@ class Pushing(Exchange):
             backoff=link.own_backoff(), poll=self._learn_of_deaths,
         )  # fmt: skip
 
-    def run(self, actions: Actions) -> ExchangeResult:
-        """Carry out the rest of an iteration, after which others may use the memory of what was collected."""
-        result = super().run(actions)
+    def _absorbed(self) -> None:
         self._inbox.release()
-        return result
 
     def send(self, worker: int, peer: int, model: torch.Tensor, weight: float) -> None:
         """Send; on return the model has arrived."""
