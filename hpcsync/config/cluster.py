@@ -280,8 +280,6 @@ class Cluster(Table):
     def _colocation(self) -> Self:
         if not self.colocated:
             return self
-        if self.servers == 0:
-            raise JobError("cluster.colocated = true: must be omitted with cluster.servers = 0")
         if self.servers > self.workers:
             raise JobError(
                 f"cluster.servers = {self.servers}: must be at most cluster.workers = {self.workers} "

@@ -196,7 +196,7 @@ class Job(Table):
     def _batches_can_be_allocated(self) -> Self:
         if self.batches.policy != "equal" and not self.paradigm.allocates:
             allocated = 'batches are allocated by servers, or by all workers together under "allreduce"'
-            why = "its workers make several local steps a push" if self.commits else allocated
+            why = "its workers push changes of their weights" if self.commits else allocated
             raise JobError(
                 f'batches.policy = {shown(self.batches.policy)}: must be "equal" with paradigm.name = '
                 f'"{self.paradigm.name}": {why}'
@@ -426,11 +426,10 @@ def load_begun(path: str | Path, overrides: Sequence[str] = (), ranks: int | Non
 
 def _table(path: Path, overrides: Sequence[str], ranks: int | None) -> dict[str, Any]:
     table = _parse(_read(path), str(path))
+    if {_Override.of(text).key[0] for text in overrides} - {"seed", "predicted"}:
+        table.pop("predicted", None)  # that of another job
     override(table, overrides)
     _check_values(table, "--set")
-    changed = {_Override.of(text).key[0] for text in overrides} - {"seed"}
-    if changed and "predicted" not in changed:
-        table.pop("predicted", None)  # that of another job
     if ranks is not None:
         _set_workers(table, ranks)
     return table
@@ -619,7 +618,8 @@ def override(table: dict[str, Any], overrides: Sequence[str]) -> list[str]:
     given = {each.key for each in parsed}
     lines = []
     for path, (key, union) in _OF_KINDS.items():
-        if (*path, key) in given and path not in given:
+        above = [path[: n + 1] for n in range(len(path))]
+        if (*path, key) in given and given.isdisjoint(above):
             lines += _without_foreign_keys(_at(table, path), path, key, kinds[path], union, given)
     return lines + drop_excluded(table, given)
 
@@ -630,12 +630,12 @@ def remarks(path: str | Path, overrides: Sequence[str]) -> list[str]:
 
 
 def _without_foreign_keys(
-    table: Any, path: tuple[str, ...], key: str, before: Any, union: Any, given: set[tuple[str, ...]]
+    table: dict[str, Any], path: tuple[str, ...], key: str, before: Any, union: Any, given: set[tuple[str, ...]]
 ) -> list[str]:
     """Drop the keys of another kind from a table whose kind was `before`; return a line about them, if any."""
     members = get_args(get_args(union)[0])
     fields = {name: kind.model_fields for name, kind in zip(_kinds(union, key), members, strict=True)}
-    now = _at(table, (key,))
+    now = table[key]
     if not isinstance(now, str) or now not in fields or before in (None, now):
         return []
     others = [name for name in table if name != key and (*path, name) not in given]

@@ -116,7 +116,7 @@ class Flows:
 
     def _release(self, seq: int, worker: int, released_by: int, keys: Mapping[int, tuple[Any, ...]]) -> None:
         key = self._own.get(worker) if released_by == Release.OWN else keys.get(released_by)
-        if key is not None:  # else the trace does not know it
+        if key is not None:  # else no event released it, or the trace does not know which
             self.leaving[key].append(seq)
             self.arriving["event", seq].append(seq)
 

@@ -16,7 +16,7 @@ from hpcsync.report.between import Between
 from hpcsync.trace.schema import EVENTS, Change, Outcome, Phase, Rows
 
 VERSION = 1  # of the file's layout
-RECENT_S = 60.0  # wall-clock time from which rate and time left are estimated
+RECENT_S = 60.0  # least wall-clock time from which rate and time left are estimated
 WINDOWS = 6  # parts of it, whose rates give the interval of the time left
 MANY_STALLS = 3
 PHASES = {int(phase): phase.name.lower() for phase in Phase}

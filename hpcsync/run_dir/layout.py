@@ -155,8 +155,10 @@ def put_aside(out: str | Path | None) -> None:
             lock.hold(Path(out))
             _refuse_finished(Path(out))
             checkpoint.remove_unfinished(Path(out))
-            for path in filter(Path.exists, (Path(out) / name for name in (TRACE, JOB, WEIGHTS, *LOGGED))):
-                path.rename(aside(path))
+            names = [name for name in (TRACE, JOB, WEIGHTS) if (Path(out) / name).exists()]
+            for path in [Path(out) / name for name in (*names, *(LOGGED if names else ()))]:
+                if path.exists():
+                    path.rename(aside(path))
 
 
 def cleared(folder: Path) -> bool:

@@ -312,8 +312,10 @@ def refuse(data: Any, batch_size: int | None, *, sharded: bool = False) -> None:
         raise JobError(f"shard: a {name} is no data: give a data set, an IterableDataset or a DataLoader")
     elif batch_size is None and (_has_indices(data) or isinstance(data, IterableDataset) or data is None):
         raise JobError("shard: batch_size: must be given with a data set")
-    if batch_size is not None and not (isinstance(batch_size, Integral) and batch_size >= 1):
-        raise JobError(f"shard: batch_size = {shown(batch_size)}: must be a whole number of at least 1")
+    is_whole = isinstance(batch_size, Integral) and not isinstance(batch_size, bool)
+    if batch_size is not None and not (is_whole and batch_size >= 1):
+        value = batch_size.item() if isinstance(batch_size, np.generic) else batch_size
+        raise JobError(f"shard: batch_size = {shown(value)}: must be a whole number of at least 1")
 
 
 def set_epoch(data: Any, epoch: int) -> None:
@@ -393,7 +395,7 @@ def source(
 
 def _refuse_too_large(batch_size: int, size: int, *, at_once: bool) -> None:
     """Raise JobError if there is no whole batch, unless the sizes of batches are allocated."""
-    if not at_once and not 1 <= batch_size <= size:
+    if not at_once and batch_size > size:
         raise JobError(
             f"shard: batch_size = {batch_size}: must be 1 to {size}, the samples of the data set: "
             "whole batches are used"

@@ -332,7 +332,6 @@ def test_servers_on_the_nodes_of_workers() -> None:
     "table, message",
     [
         ({"servers": 4}, "cluster.servers = 4: must be at most cluster.workers = 3 with cluster.colocated = true"),
-        ({"servers": 0}, "cluster.colocated = true: must be omitted with cluster.servers = 0"),
         ({"placement": "spread"}, 'cluster.placement = "spread": must be omitted with cluster.colocated = true'),
         (
             {"network": Network(server_bandwidth_gbit=40)},

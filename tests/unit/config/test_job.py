@@ -246,6 +246,9 @@ def test_a_later_override_replaces_a_whole_table(path: Path) -> None:
     found = load(path, ["optimizer.schedule=cosine", 'optimizer={name="adam",lr=1}', "optimizer.lr=2"]).optimizer
     assert (found.schedule, found.lr, found.options) == (None, 2.0, {})
     assert error(path, "optimizer.schedule.name=cosine", "optimizer=3") == "optimizer = 3: must be a table"
+    compute = '{model="constant",seconds=1,jitter=2}'
+    message = error(path, "cluster.compute=lognormal", f"cluster={{workers=4,compute={compute}}}")
+    assert message.startswith("cluster.compute.jitter = 2: unknown key"), "what is given stays as it is given"
 
 
 def test_keys_that_the_kind_of_the_file_does_not_have_are_refused(path: Path) -> None:
@@ -380,10 +383,11 @@ def test_a_prediction_is_of_one_number_of_workers(path: Path) -> None:
         (["name=y"], None),
         (["seed=2", "stop.updates=5"], None),
         (["stop.updates=5", "predicted.seconds=4"], 4.0),
+        (["predicted.seconds=2.5"], 2.5),
     ],
 )
 def test_a_prediction_of_another_job_is_dropped(path: Path, overrides: list[str], seconds: float | None) -> None:
-    path.write_text(TOML + "\n[predicted]\nseconds = 3.0\n")
+    path.write_text(TOML + "\n[predicted]\nseconds = 3.0\nlow_s = 2.0\nhigh_s = 3.5\n")
     found = load(path, overrides).predicted
     assert (found and found.seconds) == seconds
 

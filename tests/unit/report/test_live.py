@@ -151,6 +151,9 @@ def test_the_newest_stalls_of_three_workers_are_kept():
 
 def test_what_json_does_not_have_is_not_known():
     assert [known(value) for value in (math.nan, math.inf, -math.inf, 0.5)] == [None, None, None, 0.5]
+
+
+def test_there_is_no_rate_before_time_has_passed():
     assert samples_per_s(moments([0.0])) is None, "no time has passed"
 
 

@@ -166,16 +166,23 @@ def test_each_column_shows_its_number(update, head, row):
     assert f"{head} {row}" in words
 
 
-def test_small_numbers_that_no_line_is_made_of():
-    """No more of what is shown in full, no second line for the same, a column from 1 % on."""
+def test_five_deaths_and_three_events_are_all_named():
     summary = summarize(trace())
     death = Death(worker=1, now_s=2.0, left=1)
     shown = text(summary.model_copy(update={"deaths": (death,) * 5, "events_missed": ("a", "b", "c"), "events": 3}))
     assert "more" not in shown
     assert "worker 1 after 2.00 s" in shown and "run ended: a; b; c" in " ".join(shown.split())
+
+
+def test_what_is_said_elsewhere_has_no_second_line():
+    summary = summarize(trace())
     assert "0.6 at the end" not in text(summary.model_copy(update={"diverged_at": 3}))
     peers = summarize(peer_recorder.record("pull")).model_copy(update={"between_share": 0.5})
     assert "of the workers' time" not in text(peers)
+
+
+def test_loading_has_a_column_from_a_hundredth_of_the_time_on():
+    summary = summarize(trace())
     load = summary.workers[0].model_copy(update={"load_share": 0.01})
     assert " load " in text(summary.model_copy(update={"workers": (load,)}))
     assert " load " not in text(summary)

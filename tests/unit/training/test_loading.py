@@ -341,6 +341,8 @@ def test_workers_that_do_not_end_together_are_said(data, given, said):
         (None, -1, "batch_size = -1: must be a whole number of at least 1"),
         (Data(), 1.5, r"batch_size = 1\.5: must be a whole number of at least 1"),
         (Data(), "4", 'batch_size = "4": must be a whole number of at least 1'),
+        (Data(), True, "batch_size = true: must be a whole number of at least 1"),
+        (Data(), np.int64(0), "batch_size = 0: must be a whole number of at least 1"),
         (Data(), 999, "batch_size = 999: must be 1 to [0-9]+, the samples of the data set: whole batches are used"),
         (DataLoader(Data(), 999, shuffle=True), None, "batch_size = 999: must be 1 to [0-9]+, the samples"),
     ],
