@@ -216,8 +216,8 @@ def test_optimizers_run_on_the_workers_and_batches_are_equal(name: str) -> None:
     with pytest.raises(JobError) as caught:
         make_job(paradigm={"name": name}, batches={"policy": "proportional"})
     assert str(caught.value) == (
-        f'batches.policy = "proportional": must be "equal" with paradigm.name = "{name}": its workers make several '
-        "local steps a push"
+        f'batches.policy = "proportional": must be "equal" with paradigm.name = "{name}": its workers push '
+        "changes of their weights"
     )
     with pytest.raises(JobError, match=f'^optimizer.async_lr_scale = "1/workers": must be 1.0 .*"{name}"'):
         make_job(paradigm={"name": name}, optimizer={"name": "sgd", "lr": 0.1, "async_lr_scale": "1/workers"})
