@@ -3,7 +3,7 @@
 Each rank has a few slots for vectors. Two words of 8 bytes belong to each:
 
     state    0: empty; greater than 0: full, and the bits of its float64 weight; less than 0: held by a rank
-    count    number of vectors whose sum the slot contains
+    count    number of vectors whose sum the slot contains when it is full; 1 while it is empty
 
 A sender claims a slot by a compare-and-swap of its state: one that is empty, into which it puts its vector, or else one
 that is full, of which it gets the content, adds its vector and puts the sum back. It then flushes, and sets the state
@@ -21,6 +21,7 @@ and the receiver raises when it collects. Between hosts no death is tolerated.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -87,7 +88,7 @@ class PushInbox:
         self._dead: set[int] = set()
         self._in_use: int | None = None  # slot whose memory holds what was collected last
         self._kept: Received | None = None  # collected by `keep`, for the next `collect`
-        self._words.local[:] = EMPTY
+        self._words.local[:COUNT], self._words.local[COUNT:] = EMPTY, 1
         self._words.sync()
         comm.Barrier()
 
@@ -138,18 +139,16 @@ class PushInbox:
 
     def _fill(self, peer: int, slot: int, before: int, vector: torch.Tensor, weight: float) -> None:
         """Put or add a vector to a slot that this rank holds, and set its state."""
-        count, held = np.ones(1, np.int64), self._adding(self._rank)  # the count is read until the flush
         if before == EMPTY:
-            held = self._filling(self._rank)
             self._rows.put(vector, peer, slot * self._size)
             self._rows.flush(peer)
+            self._swap(peer, slot, self._filling(self._rank), _full(weight))
         else:
             self._add(peer, slot, vector)
-            weight += _weight(before)
-            count += self._words.get_word(peer, COUNT + slot)
-        self._words.put(count, peer, COUNT + slot)
-        self._words.flush(peer)
-        self._swap(peer, slot, held, _full(weight))
+            count = np.array([self._words.get_word(peer, COUNT + slot) + 1])  # which is read until the flush
+            self._words.put(count, peer, COUNT + slot)
+            self._words.flush(peer)
+            self._swap(peer, slot, self._adding(self._rank), _full(_weight(before) + weight))
 
     def _add(self, peer: int, slot: int, vector: torch.Tensor) -> None:
         n = BLOCK_BYTES // vector.itemsize
@@ -178,8 +177,9 @@ class PushInbox:
         """
         self.release()
         received, self._kept = self._kept, None
-        for slot in range(SLOTS):
-            if (state := self._take(slot)) == EMPTY:
+        self._words.sync()
+        for slot, state in enumerate(self._words.local[:SLOTS].tolist()):
+            if not self._take(slot, state):
                 continue
             begin, end = slot * self._size, (slot + 1) * self._size
             self._rows.acquire(begin, end)
@@ -192,14 +192,11 @@ class PushInbox:
                 self._empty(slot)
         return received
 
-    def _take(self, slot: int) -> int:
-        """Hold a slot of this rank if it is full; return its state before, or `EMPTY` if there is nothing to take."""
-        state = self._swap(self._rank, slot, EMPTY, EMPTY)
+    def _take(self, slot: int, state: int) -> bool:
+        """Hold a slot of this rank if it is full; return False if it is not, or its state has changed since."""
         if state in map(self._adding, self._dead):
             raise RankFailed("a rank died while it added to other ranks' vectors")
-        if state > EMPTY and self._swap(self._rank, slot, state, self._filling(self._rank)) == state:
-            return state
-        return EMPTY  # or a sender holds it, or has just added to it: then it is for a later call
+        return state > EMPTY and self._swap(self._rank, slot, state, self._filling(self._rank)) == state
 
     def release(self) -> None:
         """Let others use the memory of what was collected last."""
@@ -209,6 +206,8 @@ class PushInbox:
 
     def _empty(self, slot: int) -> None:
         self._rows.release(0, 0)  # this rank has read it, and what it wrote there is not to come after others' puts
+        self._words.local[COUNT + slot] = 1
+        self._words.sync()
         self._swap(self._rank, slot, self._filling(self._rank), EMPTY)
 
     def keep(self) -> Received | None:
@@ -254,8 +253,8 @@ class PushInbox:
 
 def _full(weight: float) -> int:
     """Return the state of a full slot: the bits of a positive number are those of a positive integer."""
-    return int(np.float64(weight).view(np.int64))
+    return int(struct.unpack("=q", struct.pack("=d", weight))[0])
 
 
 def _weight(state: int) -> float:
-    return float(np.int64(state).view(np.float64))
+    return float(struct.unpack("=d", struct.pack("=q", state))[0])

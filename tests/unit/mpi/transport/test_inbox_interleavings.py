@@ -268,29 +268,34 @@ class ForgetsTheWeightBefore(PushInbox):
 class TakesWhatIsHeld(PushInbox):
     """The receiver takes what a sender has not completed."""
 
-    def _take(self, slot: int) -> int:
-        state = super()._take(slot)
-        if state == EMPTY and (held := self._swap(self._rank, slot, EMPTY, EMPTY)) < EMPTY:
-            self._swap(self._rank, slot, held, self._filling(self._rank))
-            return push_inbox._full(1.0)
-        return state
+    def _take(self, slot: int, state: int) -> bool:
+        if state < EMPTY and self._swap(self._rank, slot, state, self._filling(self._rank)) == state:
+            return True
+        return super()._take(slot, state)
 
 
 class TakesWithoutHolding(PushInbox):
     """The receiver lets senders add to a slot while it reads it."""
 
-    def _take(self, slot: int) -> int:
-        state = super()._take(slot)
-        if state != EMPTY:
+    def _take(self, slot: int, state: int) -> bool:
+        takes = super()._take(slot, state)
+        if takes:
             self._swap(self._rank, slot, self._filling(self._rank), state)
-            self._taken = state
-        return state
+        return takes
 
     def _empty(self, slot: int) -> None:
         state = self._swap(self._rank, slot, EMPTY, EMPTY)
         if state > EMPTY:
             self._swap(self._rank, slot, state, self._filling(self._rank))
         super()._empty(slot)
+
+
+class KeepsTheCount(PushInbox):
+    """The count of what was collected stays in a slot that is empty."""
+
+    def _empty(self, slot: int) -> None:
+        self._rows.release(0, 0)
+        self._swap(self._rank, slot, self._filling(self._rank), EMPTY)
 
 
 class ReleasesAtOnce(PushInbox):
@@ -327,11 +332,11 @@ class TakesOverFromTheLiving(PushInbox):
 class IgnoresWhatIsTorn(PushInbox):
     """The receiver does not notice that a rank has died while it added."""
 
-    def _take(self, slot: int) -> int:
+    def _take(self, slot: int, state: int) -> bool:
         dead, self._dead = self._dead, set()
-        state = super()._take(slot)
+        takes = super()._take(slot, state)
         self._dead = dead
-        return state
+        return takes
 
 
 class ReadsBeforeItIsVisible(PushInbox):
@@ -398,6 +403,7 @@ class DoesNotFlushItsLastBlock(PushInbox):
         (CountsTooLate, "twice|sum|lost|died before the flush|not kept"),
         (ForgetsTheWeightBefore, "sum|lost|not kept"),
         (TakesWhatIsHeld, "lost|sum|twice|died|not kept"),
+        (KeepsTheCount, "twice|sum|lost|not kept"),
         (TakesWithoutHolding, "lost|twice|in use|sum|not kept"),
         (ReleasesAtOnce, "in use"),
         (NeverReleases, "waits forever"),
