@@ -19,8 +19,7 @@ def close(folder: Path, status: str, *, may_restart: bool = False) -> str | None
     status
         "failed" or "interrupted".
     may_restart
-        Whether its ranks may be started again: the status file then stays as it is, so that
-        `hpcsync watch` waits.
+        Whether its ranks may be started again: the status file then stays as it is, so that `hpcsync watch` waits.
 
     Returns
     -------

@@ -178,7 +178,7 @@ class PushInbox:
         self.release()
         received, self._kept = self._kept, None
         self._words.sync()
-        for slot, state in enumerate(self._words.local[:SLOTS].tolist()):
+        for slot, state in enumerate(self._words.local[:SLOTS].tolist()):  # as last seen; a swap decides
             if not self._take(slot, state):
                 continue
             begin, end = slot * self._size, (slot + 1) * self._size
@@ -224,11 +224,11 @@ class PushInbox:
     # ---- both ----
 
     def _filling(self, rank: int) -> int:
-        """Return the state of a slot that this rank holds, and whose content does not count without it."""
+        """Return the state of a slot that `rank` holds, to fill it or because it has collected it."""
         return -1 - rank
 
     def _adding(self, rank: int) -> int:
-        """Return the state of a slot that this rank holds to add to its content."""
+        """Return the state of a slot that `rank` holds, to add to its content."""
         return -1 - self._n_ranks - rank
 
     def _swap(self, rank: int, slot: int, expected: int, state: int) -> int:
@@ -257,4 +257,5 @@ def _full(weight: float) -> int:
 
 
 def _weight(state: int) -> float:
+    """Return the weight of what is in a full slot."""
     return float(struct.unpack("=d", struct.pack("=q", state))[0])
