@@ -68,8 +68,9 @@ class Tally:
         Times at which the stages of ASHL began.
     layers
         Layers that each worker trains; None if layers are not separated.
-    commits
-        Pushes per period, as last chosen by ADSP.
+    commits, commits_apart
+        Pushes per period, as last chosen by ADSP, and the difference between the workers that pushed most and least, of
+        those that were in the run from its start to its last push; None if fewer than two were.
     encode_s
         Seconds of compression; None if the run does not compress.
     steps_max
@@ -103,7 +104,7 @@ class Tally:
         self._last_row = NO_ROW  # seq and worker of the last row of an allocation
         self.chosen = {name: np.full(n_workers, np.nan) for name in ("local-steps", "share", "ratio")}
         self.began_s: dict[int, float] = {}
-        self.commits = self.paradigm.commits_at_first
+        self.commits, self._last_push = self.paradigm.commits_at_first, 0
         self.encode_s = np.zeros(n_workers) if self.served and trace.job.compresses else None
         self.steps_max = 0
         self.diverged_s: float | None = None
@@ -120,10 +121,19 @@ class Tally:
             for rows in trace.slices(table):
                 self.duration_s = max(self.duration_s, float(rows["now_s"].max(initial=0.0)))
                 add(rows)
+        self.commits_apart = None if self.commits is None else self._apart(trace)
+
+    def _apart(self, trace: Trace | TraceFile) -> int | None:
+        is_steady = np.ones(len(self.pushes), bool)
+        for rows in trace.slices("membership"):
+            is_steady[rows["worker"][rows["seq"] < self._last_push]] = False
+        pushes = self.pushes[is_steady]
+        return int(np.ptp(pushes)) if len(pushes) > 1 else None
 
     def _add_pushes(self, rows: Rows) -> None:
         applied = rows[rows["outcome"] != Outcome.DROPPED]
         np.add.at(self.pushes, rows["worker"], 1)
+        self._last_push = max(self._last_push, int(rows["seq"].max(initial=0)))
         np.add.at(self.dropped, rows["worker"], rows["outcome"] == Outcome.DROPPED)
         np.add.at(self.staleness, applied["worker"], applied["staleness"])
         np.maximum.at(self.staleness_max, applied["worker"], applied["staleness"])
@@ -223,14 +233,14 @@ class Tally:
 
     def about_commits(self) -> dict[str, Any]:
         """Return the fields of a summary about stages, commits and compression."""
-        adsp, total_s = self.commits is not None, sum(float(sums_s.sum()) for sums_s in self.parts_s.values())
+        total_s = sum(float(sums_s.sum()) for sums_s in self.parts_s.values())
         total_s += float(self.between.seconds.sum())  # which includes encode_s
         encode_s = math.nan if self.encode_s is None else float(self.encode_s.sum())
         return {
             "coarse_s": self.began_s.get(1),
             "fine_s": self.began_s.get(2),
             "commits": self.commits,
-            "commits_apart": int(np.ptp(self.pushes)) if adsp else None,
+            "commits_apart": self.commits_apart,
             "encode_share": None if math.isnan(encode_s) or not total_s else encode_s / total_s,
         }
 

@@ -131,7 +131,8 @@ class Summary(BaseModel):
         Times at which these stages of ASHL began, in seconds.
     commits, commits_apart
         Commits per worker and period that ADSP chose last, or that the job sets; and the difference between the
-        workers that committed most and least.
+        workers that committed most and least, of those that were in the run from its start to its last push (None if
+        fewer than two were).
     encode_share
         Share of all workers' time spent on compression.
     predicted
@@ -354,9 +355,8 @@ def _head(summary: Summary) -> RenderableType:
         fine = "" if summary.fine_s is None else f", fine from {summary.fine_s:.2f} s on"
         head.add_row("stages", f"coarse from {summary.coarse_s:.2f} s on{fine}")
     if summary.commits is not None:
-        head.add_row(
-            "commits", f"{summary.commits:,} per period planned, workers {summary.commits_apart:,} apart at the end"
-        )
+        apart = "" if summary.commits_apart is None else f", workers {summary.commits_apart:,} apart at the end"
+        head.add_row("commits", f"{summary.commits:,} per period planned{apart}")
     if summary.encode_share is not None:
         moved = f"{1e-3 * summary.wire_bytes / max(1, summary.pushes or 0):,.1f} kB per push, including the read"
         head.add_row("compression", f"{moved}; takes {_percent(summary.encode_share)} of the time")
@@ -487,8 +487,8 @@ _PUSHING: dict[str, Callable[[WorkerSummary], str]] = {
     "start lead": lambda row: str(row.start_gap_max_iters),
     "push lead": lambda row: str(row.push_gap_max_iters),
 }
-_COMMITTING: dict[str, Callable[[WorkerSummary], str]] = {
-    **{name: cell for name, cell in _PUSHING.items() if name not in ("start lead", "push lead")},
+_COMMITTING: dict[str, Callable[[WorkerSummary], str]] = {  # without "dropped": at most one push of a worker is, at the end
+    **{name: cell for name, cell in _PUSHING.items() if name not in ("dropped", "start lead", "push lead")},
     "steps": lambda row: "-" if row.local_steps is None else f"{row.local_steps:,}",
     "of data": lambda row: _percent(row.data_share),
     "sent": lambda row: _percent(row.ratio),

@@ -148,8 +148,8 @@ OF_TIME = "11.0 % 22.0 % 33.0 % 14.0 %"
         ),
         (
             {"coarse_s": 1.0},
-            "of worker pushes dropped load compute wait comm staleness steps data sent",
-            f"0 8 7 {OF_TIME} 1.50 (4) 5 40.0 % 5.0 %",
+            "of worker pushes load compute wait comm staleness steps data sent",
+            f"0 8 {OF_TIME} 1.50 (4) 5 40.0 % 5.0 %",
         ),
         (
             {"exchanges": 1},
@@ -288,6 +288,22 @@ def test_the_table_fits_80_columns(load_share):
     assert max(map(len, shown.splitlines())) <= 80
     assert "…" not in shown
     assert "127.25 (1024)" in shown
+
+
+@pytest.mark.parametrize("paradigm", ["adsp", "ashl"])
+def test_the_table_of_a_million_commits_with_loading_fits_80_columns(paradigm):
+    summary = summarize(record(paradigm, jitter=0.3, updates=60))
+    large = {"pushes": 999_999, "dropped": 9_999, "staleness_mean": 127.25, "staleness_max": 1024}
+    large |= {"start_gap_max_iters": 1000, "push_gap_max_iters": 1000, "local_steps": 1000}
+    large |= dict.fromkeys(("load_share", "wait_share", "comm_share"), 0.1)
+    large |= dict.fromkeys(("compute_share", "data_share", "ratio"), 1.0)
+    workers = tuple(worker.model_copy(update=large) for worker in summary.workers)
+    shown = text(summary.model_copy(update={"workers": workers}))
+    row = "0 999,999 9,999" if paradigm == "adsp" else "0 999,999"
+    row += " 10.0 % 100.0 % 10.0 % 10.0 % 127.25 (1024)"
+    row += " 1000 1000" if paradigm == "adsp" else " 1,000 100.0 % 100.0 %"
+    assert row in [" ".join(line.split()) for line in shown.splitlines()]
+    assert max(map(len, shown.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("paradigm", PARADIGMS)
@@ -564,6 +580,22 @@ def test_commits_of_adsp():
     fixed = summarize(record('name = "adsp"\ncheck_period_s = 12\ncommits = 3'))
     assert fixed.commits == 3
     assert summarize(record("asp", updates=12)).commits is None
+
+
+def test_only_workers_that_stay_are_compared_in_commits():
+    trace = record("adsp", jitter=0.3, updates=60, leave={1: 5})
+    first, gone, third = (worker.pushes for worker in summarize(trace).workers)
+    assert gone < min(first, third)
+    assert summarize(trace).commits_apart == abs(first - third)
+    left = trace.tables["membership"]
+    after = left.copy()
+    after["seq"] = trace.tables["pushes"]["seq"].max() + 1
+    assert summarize(with_rows(trace, "membership", after)).commits_apart == max(first, third) - gone
+    alone = np.concatenate([left, left])
+    alone["worker"] = 1, 2
+    summary = summarize(with_rows(trace, "membership", alone))
+    assert summary.commits_apart is None
+    assert f"{summary.commits} per period planned\n" in re.sub(" +\n", "\n", text(summary))
 
 
 def test_bytes_and_time_of_compression():
