@@ -487,7 +487,7 @@ _PUSHING: dict[str, Callable[[WorkerSummary], str]] = {
     "start lead": lambda row: str(row.start_gap_max_iters),
     "push lead": lambda row: str(row.push_gap_max_iters),
 }
-_COMMITTING: dict[str, Callable[[WorkerSummary], str]] = {  # without "dropped": at most one push of a worker is, at the end
+_COMMITTING: dict[str, Callable[[WorkerSummary], str]] = {  # at most one push of a worker is dropped, at the end
     **{name: cell for name, cell in _PUSHING.items() if name not in ("dropped", "start lead", "push lead")},
     "steps": lambda row: "-" if row.local_steps is None else f"{row.local_steps:,}",
     "of data": lambda row: _percent(row.data_share),
