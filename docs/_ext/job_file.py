@@ -239,7 +239,7 @@ ALLOWED = {  # in words, where the schema checks with a function
     "optimizer.groups": "a list of tables",
     "batches.maximum": "a whole number of at least 1, or a list of them, one per worker",
     "compression.dgc.warmup_ratios": "a list of numbers greater than 0 and at most 1",
-    "cluster.network.bandwidth_gbit": "a finite number greater than 0, or a list of them, one per worker",
+    "cluster.network.bandwidth_gbit": "a number from 1e-09 to 1e+15, or a list of them, one per worker",
     "cluster.events": "tables",
     'workload."package.module:function".options': "a table",
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -12,6 +11,9 @@ from pydantic_core import PydanticCustomError
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+LEAST, MOST = 1e-9, 1e15  # of times, rates and factors in virtual time, whose products and sums are finite then
+Time = Annotated[float, Field(ge=0, le=MOST)]
+Amount = Annotated[float, Field(ge=LEAST, le=MOST)]
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 
@@ -28,12 +30,12 @@ def matching(pattern: str, what: str) -> AfterValidator:
 
 
 def one_or_each(kind: type[int] | type[float], allowed: Callable[[float], bool], what: str) -> BeforeValidator:
-    """Return a validator of a finite number of this kind, or of a list of them; `what` describes them in messages."""
+    """Return a validator of a number of this kind, or of a list of them; `what` describes them in messages."""
 
     def check(value: Any) -> Any:
         is_list = isinstance(value, list | tuple)
         each = value if is_list else [value]
-        if not each or not all(type(x) in (int, kind) and allowed(x) and x < math.inf for x in each):
+        if not each or not all(type(x) in (int, kind) and allowed(x) for x in each):
             raise ValueError(f"must be {what}")
         return tuple(map(kind, each)) if is_list else kind(value)
 

@@ -9,15 +9,15 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Discriminator, Field, ValidationInfo, field_validator, model_validator
 
-from hpcsync.config.base import Count, NotNegative, Positive, Table, missing, one_or_each
+from hpcsync.config.base import LEAST, MOST, Amount, Count, Table, Time, missing, one_or_each
 from hpcsync.config.errors import JobError, shown
 from hpcsync.config.time_table import read_times
 
 # ---- compute times ----
 
 
-SECONDS = "a finite number of at least 0, or a list of them, one per worker"
-Seconds = Annotated[float | tuple[float, ...], one_or_each(float, lambda x: x >= 0, SECONDS)]
+SECONDS = f"a number from 0 to {MOST:g}, or a list of them, one per worker"
+Seconds = Annotated[float | tuple[float, ...], one_or_each(float, lambda x: 0 <= x <= MOST, SECONDS)]
 
 # fixed_share: part of an iteration's time, at the job's batch size, that is independent of the number of samples.
 # backward_share: the last part of the iteration, in which the gradient becomes complete, its last elements first.
@@ -38,7 +38,7 @@ class LogNormal(Table):
 
     model: Literal["lognormal"]
     seconds: Seconds = Field(description=SECONDS)
-    jitter: NotNegative = 0.2
+    jitter: Annotated[float, Field(ge=0, le=10)] = 0.2
     fixed_share: Fraction = 0.0
     backward_share: Fraction = 0.0
 
@@ -89,13 +89,13 @@ class ClusterEvent(Table):
     """
 
     worker: int = Field(description="the number of a worker, from 0")
-    at_s: NotNegative | None = None
+    at_s: Time | None = None
     at_iteration: Count | None = None
     change: Literal["slow", "recover", "leave", "join", "die"] = Field(
         description='"slow", "recover", "leave", "join" or "die"'
     )
-    factor: Positive | None = None
-    restart_s: NotNegative | None = None
+    factor: Amount | None = None
+    restart_s: Time | None = None
 
     @field_validator("at_iteration")
     @classmethod
@@ -164,7 +164,8 @@ def _tables(events: Any) -> Any:
 
 # ---- network ----
 
-BANDWIDTH = "a finite number greater than 0, or a list of them, one per worker"
+BANDWIDTH = f"a number from {LEAST:g} to {MOST:g}, or a list of them, one per worker"
+Bandwidth = Annotated[float | tuple[float, ...], one_or_each(float, lambda x: LEAST <= x <= MOST, BANDWIDTH)]
 
 
 class Network(Table):
@@ -182,9 +183,9 @@ class Network(Table):
         Latency of one message from rank to rank in microseconds.
     """
 
-    bandwidth_gbit: Annotated[float | tuple[float, ...], one_or_each(float, lambda x: x > 0, BANDWIDTH)] = 10.0
-    server_bandwidth_gbit: Positive | None = None
-    latency_us: NotNegative = 50.0
+    bandwidth_gbit: Bandwidth = 10.0
+    server_bandwidth_gbit: Amount | None = None
+    latency_us: Time = 50.0
 
     def rates(self, n_servers: int, n_workers: int) -> list[float]:
         """Return the bytes per second of each rank's links, servers first; of each node's, without servers."""
@@ -253,8 +254,8 @@ class Cluster(Table):
     times_from: str | None = None
     compute: Compute | None = None
     network: Network | None = None
-    update_gbytes_per_s: Positive | None = None
-    checkpoint_s: Positive | None = None
+    update_gbytes_per_s: Amount | None = None
+    checkpoint_s: Amount | None = None
     events: Annotated[tuple[ClusterEvent, ...], BeforeValidator(_tables)] = ()
 
     @model_validator(mode="after")

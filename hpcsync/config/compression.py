@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, ValidationInfo, field_validator
 
-from hpcsync.config.base import Count, Positive, Share, Table
+from hpcsync.config.base import Amount, Count, Positive, Share, Table
 from hpcsync.config.errors import JobError, shown
 from hpcsync.config.paradigms import sets_ratio
 from hpcsync.paradigms.options import ParadigmOptions
@@ -40,7 +40,7 @@ class CodecOptions(Table):
     """
 
     name: str
-    gbytes_per_s: Positive | None = None
+    gbytes_per_s: Amount | None = None
 
     @property
     def options(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 
 from hpcsync.config import compression as compression_options
 from hpcsync.config import torch_optimizers
-from hpcsync.config.base import Count, Positive, Table, matching
+from hpcsync.config.base import Amount, Count, Positive, Table, matching
 from hpcsync.config.batches import Batches
 from hpcsync.config.checkpoint import Checkpoint
 from hpcsync.config.cluster import Cluster, Compute
@@ -98,7 +98,7 @@ class EvaluationOptions(Table):
 
     every_samples: Annotated[int, Field(ge=0)] = 5000
     buffers: Literal["worker", "mean", "recompute"] = "worker"
-    seconds: Positive | None = None
+    seconds: Amount | None = None
 
 
 # ---- the whole job ----

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import csv
-import math
 from pathlib import Path
 
+from hpcsync.config.base import MOST
 from hpcsync.config.errors import JobError, shown
 
 
@@ -57,6 +57,6 @@ def _add_time(times: list[list[float]], row: dict[str | None, str], where: str) 
         raise JobError(f"{where}: worker = {worker}: must be 0 to {len(times) - 1} (cluster.workers = {len(times)})")
     if iteration != len(times[worker]):
         raise JobError(f"{where}: iteration = {iteration}: must be {len(times[worker])}, the next of worker {worker}")
-    if not 0 <= seconds < math.inf:
-        raise JobError(f"{where}: seconds = {seconds}: must be a finite number of at least 0")
+    if not 0 <= seconds <= MOST:
+        raise JobError(f"{where}: seconds = {seconds}: must be a number from 0 to {MOST:g}")
     times[worker].append(seconds)

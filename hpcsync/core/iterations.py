@@ -25,6 +25,7 @@ from hpcsync.training.loading import Batch, Ordered, Part, Source, refuse, set_e
 from hpcsync.training.sampler import whole_batches
 
 CALL_S = 5e-4  # seconds between two calls while padding
+SLEEP_S = 1e6  # longest single sleep; `time.sleep` refuses about 1e10
 
 
 class Iterations(Stateful):
@@ -274,7 +275,7 @@ class Iterations(Stateful):
     def _pad(self, end_s: float) -> None:
         while (left_s := end_s - self._now()) > 0:
             if self._while_padding is None:
-                time.sleep(left_s)
+                time.sleep(min(left_s, SLEEP_S))
             else:
                 self._while_padding()
                 time.sleep(min(left_s, CALL_S))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -55,7 +56,7 @@ def _unlike(value: Any, default: Any) -> str | None:
     if isinstance(default, bool):
         return None if isinstance(value, bool) else "true or false"
     if isinstance(default, int | float):
-        return None if is_number(value) else f"a number, such as {default:g}"
+        return None if is_number(value) and math.isfinite(value) else f"a finite number, such as {default:g}"
     if isinstance(default, tuple):
         alike = isinstance(value, list | tuple) and len(value) == len(default) and all(map(is_number, value))
         return None if alike else f"a list of {len(default)} numbers, such as {shown(default)}"

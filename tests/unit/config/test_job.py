@@ -447,7 +447,7 @@ def test_runs_of_one_job_differ_in_their_seeds_and_in_tables_of_times_that_are_n
 
 # ---- mistakes ----
 
-SECONDS = "must be a finite number of at least 0, or a list of them, one per worker"
+SECONDS = "must be a number from 0 to 1e+15, or a list of them, one per worker"
 MILESTONES = "must be a list of whole numbers of at least 1, each greater than the one before"
 PARADIGMS = ", ".join(OPTIONS)
 CODECS = "none, top-k, random-k, dgc, qsgd, one-bit, sign, powersgd, fp16, bf16"
@@ -563,6 +563,8 @@ MISTAKES = {
     'cluster.device = "cuda"',
     "cluster.compute.seconds=-1": f"cluster.compute.seconds = -1: {SECONDS}",
     "cluster.compute.seconds=inf": f"cluster.compute.seconds = inf: {SECONDS}",
+    "cluster.compute.seconds=1e300": f"cluster.compute.seconds = 1e+300: {SECONDS}",
+    "cluster.compute.jitter=1e300": "cluster.compute.jitter = 1e+300: must be at most 10",
     "cluster.compute.seconds=[]": f"cluster.compute.seconds = []: {SECONDS}",
     "cluster.compute.jitter=-1": "cluster.compute.jitter = -1: must be at least 0",
     "cluster.compute.fixed_share=-0.1": "cluster.compute.fixed_share = -0.1: must be at least 0",

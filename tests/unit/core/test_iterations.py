@@ -229,6 +229,15 @@ def test_an_iteration_is_padded_up_to_its_time(clock, computed_s, slept_s):
     assert iterations.end() == (10.0, pytest.approx(10.0 + computed_s + slept_s))
 
 
+def test_no_sleep_is_longer_than_the_system_takes(clock, monkeypatch):
+    slept_s, sleep = [], time.sleep
+    monkeypatch.setattr(time, "sleep", lambda seconds: (slept_s.append(seconds), sleep(seconds)))
+    iterations = make_iterations(compute={"model": "constant", "seconds": 1e10}, now=lambda: clock[0])
+    next(iterations.shard(DATA, 4, 1, never))
+    assert iterations.end() == (10.0, pytest.approx(1e10 + 10.0))
+    assert max(slept_s) < 9.2e9
+
+
 def test_loading_is_not_padded(clock):
     """The times of a device are those of computing."""
     iterations = make_iterations(compute={"model": "constant", "seconds": 0.5}, now=lambda: clock[0])

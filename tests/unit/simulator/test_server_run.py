@@ -9,6 +9,7 @@ import torch
 
 from hpcsync import paradigms
 from hpcsync.audit.trace_audit import audit
+from hpcsync.config.base import LEAST, MOST
 from hpcsync.core.assignments import create_paradigm
 from hpcsync.paradigms.records import Problem
 from hpcsync.report.summary import summarize
@@ -29,6 +30,18 @@ EVENTS = {
         {"worker": 1, "at_s": 9.5, "change": "leave"},
     ]
 }
+
+
+@pytest.mark.parametrize("paradigm", [{"name": "asp"}, {"name": "ssp", "staleness": 2}, {"name": "bsp"}], ids=str)
+def test_the_longest_times_and_the_slowest_links_are_simulated(tmp_path, paradigm):
+    slow = [{"worker": worker, "at_s": 0.0, "change": "slow", "factor": MOST} for worker in range(3)]
+    network = {"bandwidth_gbit": LEAST, "server_bandwidth_gbit": LEAST, "latency_us": MOST}
+    cluster = {"network": network, "update_gbytes_per_s": LEAST, "events": slow}
+    cluster["compute"] = {"model": "lognormal", "seconds": MOST, "jitter": 10.0}
+    job = timing_job(workers=3, paradigm=paradigm, stop={"updates": 100}, cluster=cluster)
+    trace = simulate(job, tmp_path / "trace.h5")
+    assert len(trace.tables["updates"]) == 100
+    assert math.isfinite(summarize(trace).duration_s)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 5])
