@@ -56,7 +56,7 @@ class QSGD(Codec):
         if bucket < 1:
             raise ValueError(f"bucket must be at least 1, got {bucket}")
         self.levels = levels
-        self.bucket = bucket
+        self.bucket = min(bucket, max(self.layout.size, BLOCK))  # a bucket is held in whole
         self._type = np.dtype(np.int8 if levels <= 127 else np.int16)
         self._draws = Draws(seed)
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from hpcsync.compression import TensorLayout, create
+from hpcsync.compression.codec import BLOCK
 from hpcsync.compression.qsgd import QSGD, touched
 from tests.unit.compression.vectors import LAYOUT, decoded, vector
 
@@ -78,6 +79,17 @@ def test_a_payload_is_a_norm_for_each_bucket_touched_and_a_level_for_each_elemen
     assert codec.capacity(511, 513) == 2 * 4 + 2
     assert create("qsgd", TensorLayout([(2000,)]), np.float32, levels=128).capacity(512, 1024) == 4 + 2 * 512
     assert touched(512, 1024, 512) == (1, 2)
+
+
+def test_a_bucket_beyond_the_vector_takes_no_more_memory_than_a_vector():
+    given = np.random.default_rng(3).standard_normal(2000).astype(np.float32)
+    codecs = [create("qsgd", TensorLayout([(2000,)]), np.float32, bucket=bucket) for bucket in (BLOCK, 2**40)]
+    for _ in range(2):  # the generator, too
+        payloads = {codec.encode(given).payload(0, 2000).tobytes() for codec in codecs}
+        assert len(payloads) == 1
+    assert codecs[1].capacity(0, 2000) == 4 + 2000
+    for size, bucket in ((2000, 5000), (2 * BLOCK, 2 * BLOCK)):
+        assert create("qsgd", TensorLayout([(size,)]), np.float32, bucket=bucket).bucket == bucket
 
 
 def test_two_seeds_draw_differently():
