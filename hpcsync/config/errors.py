@@ -78,7 +78,8 @@ def in_one_line(error: ValidationError, table: dict[str, Any], kinds: dict[str, 
         must = f"unknown key; must be one of {', '.join(context['allowed'])}"
         must += did_you_mean(context["key"], context["allowed"])
     elif first["type"] == "option":
-        path, value, must = [*path, context["key"]], value.get(context["key"], context["value"]), context["must"]
+        must = context["must"].replace("paradigm.", f"{'.'.join(path)}.")  # it may be a table within [paradigm]
+        path, value = [*path, context["key"]], value.get(context["key"], context["value"])
     elif first["type"].startswith("union_tag"):
         path, value, must = _tag(path, value, kinds[path[-1]])
     elif first["type"] in ("model_type", "model_attributes_type"):

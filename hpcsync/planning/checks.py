@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from numbers import Integral
 from typing import Any
 
 
 def is_whole(value: object) -> bool:
-    """Return True for an int that is not a bool."""
-    return isinstance(value, int) and not isinstance(value, bool)
+    """Return True for an integer, also of NumPy, that is not a bool."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def is_number(value: object) -> bool:
-    """Return True for an int or a float that is neither a bool nor NaN; infinity is a number."""
+    """Return True for an integer or a float that is neither a bool nor NaN; infinity is a number."""
     return is_whole(value) or (isinstance(value, float) and not math.isnan(value))
 
 

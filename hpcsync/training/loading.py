@@ -21,7 +21,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import islice
-from numbers import Integral
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -30,6 +29,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from torch.utils.data.distributed import DistributedSampler
 
 from hpcsync.config.errors import JobError, shown
+from hpcsync.planning.checks import is_whole
 from hpcsync.training.sampler import batch_indices, fetch, n_batches, sequence_indices, whole_batches
 
 STREAM, PROCESSES_STREAM = 7, 8  # random streams of a job's seed
@@ -312,8 +312,7 @@ def refuse(data: Any, batch_size: int | None, *, sharded: bool = False) -> None:
         raise JobError(f"shard: a {name} is no data: give a data set, an IterableDataset or a DataLoader")
     elif batch_size is None and (_has_indices(data) or isinstance(data, IterableDataset) or data is None):
         raise JobError("shard: batch_size: must be given with a data set")
-    is_whole = isinstance(batch_size, Integral) and not isinstance(batch_size, bool)
-    if batch_size is not None and not (is_whole and batch_size >= 1):
+    if batch_size is not None and not (is_whole(batch_size) and batch_size >= 1):
         value = batch_size.item() if isinstance(batch_size, np.generic) else batch_size
         raise JobError(f"shard: batch_size = {shown(value)}: must be a whole number of at least 1")
 

@@ -293,6 +293,14 @@ def test_the_second_paradigm_is_a_table_of_its_own():
             {"then": {"name": "bsp"}},
             'paradigm.then.name = "bsp": must be a paradigm in which each gradient is an update',
         ),
+        (
+            {"then": {"name": "dssp", "staleness_min": 5, "staleness_max": 3}},
+            "paradigm.then.staleness_max = 3: must be at least paradigm.then.staleness_min = 5",
+        ),
+        (
+            {"then": {"name": "asp", "strength": 0.1}},
+            'paradigm.then.strength = 0.1: must be left out with paradigm.then.compensation = "none"',
+        ),
         ({"then": {"name": "k-async", "k": 1}}, 'paradigm.then.name = "k-async"'),
         ({"then": {"name": "easgd"}}, 'paradigm.then.name = "easgd"'),
         ({"then": {"name": "gossip", "mode": "pull"}}, 'paradigm.then.name = "gossip"'),

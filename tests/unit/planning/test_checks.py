@@ -2,12 +2,13 @@
 
 import math
 
+import numpy as np
 import pytest
 
 from hpcsync.planning.checks import is_number, is_whole, must_be_one_of, must_be_whole
 
 
-@pytest.mark.parametrize("value", [0, -3, 10**30])
+@pytest.mark.parametrize("value", [0, -3, 10**30, np.int64(4), np.uint8(0)])
 def test_integers_are_both(value):
     assert is_whole(value) and is_number(value)
 
@@ -17,7 +18,7 @@ def test_others_are_numbers(value):
     assert is_number(value) and not is_whole(value)
 
 
-@pytest.mark.parametrize("value", [True, False, math.nan, "3", None, [1]])
+@pytest.mark.parametrize("value", [True, False, np.True_, math.nan, "3", None, [1]])
 def test_values_that_are_not_numbers(value):
     assert not is_number(value) and not is_whole(value)
 
