@@ -78,7 +78,7 @@ def connect(
     stop: Mapping[str, Any] | None = None,
     schedule: Mapping[str, Any] | None = None,
     lr_clock: str = "samples",
-    async_lr_scale: float | str = 1.0,
+    async_lr_scale: float | str | None = None,
     clip_norm: float | None = None,
     evaluate: Evaluate | None = None,
     every_samples: int = 5000,
@@ -137,8 +137,8 @@ def connect(
         As [stop] of the job file: samples, updates, seconds, target_accuracy, target_loss. The targets need `evaluate`.
         By default the run ends when every worker has left its `with` block.
     schedule, lr_clock, async_lr_scale
-        As [optimizer.schedule] and [optimizer] of the job file. The schedule's factor multiplies the rates of the
-        optimizer.
+        As [optimizer.schedule] and [optimizer] of the job file, with the same defaults. The schedule's factor
+        multiplies the rates of the optimizer.
     clip_norm : float, optional
         Largest norm of the gradient that the optimizer gets, as of `torch.nn.utils.clip_grad_norm_`. On servers it is
         the norm of the mean over workers, which a script cannot clip.
@@ -253,7 +253,7 @@ def connect(
         "optimizer": {
             **describe(optimizers),
             "lr_clock": lr_clock,
-            "async_lr_scale": async_lr_scale,
+            **({} if async_lr_scale is None else {"async_lr_scale": async_lr_scale}),
             "schedule": dict(schedule) if schedule else None,
             "clip_norm": clip_norm,
         },

@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+import hpcsync
 from hpcsync.config.job import Job
 from hpcsync.trace.reader import load
 from tests.mpi.training import failures, on_some, simulated
@@ -64,3 +66,23 @@ def test_without_a_switch_it_has_the_bits_of_its_simulation(comm, needs, folder)
     if comm.rank == 0:
         assert np.array_equal(weights, simulated(this))
         assert not np.array_equal(weights, simulated(job(comm.size - 1, 0.5)))
+
+
+@pytest.mark.parametrize("given", [{}, {"async_lr_scale": 1.0}])
+def test_the_rate_of_a_script_follows_the_samples_of_an_update(comm, only, folder, given):
+    """It does by default, as in a job; the control gives 1.0."""
+    only(3)
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = [(torch.ones(3), torch.ones(1))] * 64
+    settings = {"share": 0.5, "stop": {"samples": 64}, "out": folder, "comm": comm, **given}
+    with hpcsync.connect(model, optimizer, "sync-switch", **settings) as sync:
+        for x, y in sync.shard(data, BATCH, epochs=None):
+            optimizer.zero_grad()
+            loss = (model(x) - y).square().mean()
+            loss.backward()
+            sync.step(loss)
+    if comm.rank == 0:
+        trace = load(folder / "trace.h5")
+        assert failures(trace) == []
+        assert set(trace.tables["updates"]["lr"]) == ({0.1} if given else {0.1, 0.05})
