@@ -26,7 +26,7 @@ autodoc_typehints = "description"
 nitpick_ignore_regex = [
     (
         r"py:.*",
-        r"(torch|numpy|np|mpi4py|MPI|h5py|cupy|pandas|pydantic|typer|rich|pathlib|Path|collections|Job|Evaluate)\b.*",
+        r"(torch|numpy|np|mpi4py|MPI|h5py|cupy|pandas|pydantic|typer|rich|pathlib|Path|collections|contextlib|Job|Evaluate)\b.*",
     ),
     (
         r"py:class",

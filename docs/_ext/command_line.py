@@ -57,7 +57,7 @@ def _default(parameter: Any) -> str:
     value = parameter.default
     if getattr(parameter, "is_flag", False):
         return "automatic" if value is None and parameter.secondary_opts else "on" if value else "off"
-    if value is None or value is False or value == () or value == [] or callable(value):
+    if value is None or value is False or value in ((), [], "") or callable(value):
         return "none"
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 

@@ -28,9 +28,9 @@ MISSING = "required"
 SECTIONS = {
     "": "The top of the file.",
     "workload": "Model and data. `name` selects the workload. [Write a workload](../how-to/workload.md) adds your own.",
-    "optimizer": "The optimizer. It runs on the servers; without servers, and under `easgd`, `ashl` and `adsp`, it "
-    "runs on every "
-    "worker. Every other key is an option of the `torch.optim` class, such as `momentum`.",
+    "optimizer": "The optimizer. It runs on the servers; without servers, and under `easgd`, `ashl`, `adsp` and "
+    "`async-diloco`, it runs on every worker. Every other key is an option of the `torch.optim` class, such as "
+    "`momentum`.",
     "optimizer.schedule": "The learning rate over time. It is optional.",
     "stop": "Conditions that end the run. The first one that holds ends it. At least one is required, except in a "
     "training script.",
@@ -210,7 +210,7 @@ KEYS = {
     "cluster.network.latency_us": "Latency of a message in microseconds.",
     "cluster.events.worker": "The worker.",
     "cluster.events.at_s": "Seconds since the start of the run. Exactly one of `at_s` and `at_iteration` is given.",
-    "cluster.events.at_iteration": "Iteration of this worker at whose beginning the change happens.",
+    "cluster.events.at_iteration": "Iteration of this worker, from 1, at whose beginning the change happens.",
     "cluster.events.change": "`slow`: iterations take `factor` times as long, until the next change. `recover`: a "
     "factor of 1. `leave`: the "
     "worker leaves before its next iteration. `join`: it takes part (again); with `at_s` only. `die`: its process "
@@ -221,6 +221,7 @@ KEYS = {
 }
 
 DEFAULTS = {  # in words, where the schema has none, or one that it computes
+    "optimizer.async_lr_scale": '1.0; `"1/workers"` with `sync-switch`',
     "batches.total": "`workload.batch_size` x workers",
     "compression.gbytes_per_s": "compression takes no time",
     "compression.top-k.error_feedback": "`true`; `false` with `ashl`",

@@ -121,7 +121,8 @@ class PushInfo(NamedTuple):
             "<i8",
             "",
             "Version of the weights from which the gradient was computed; under EASGD the version of the centre "
-            "towards which the worker moved, under ASHL and ADSP the one from which its local steps began.",
+            "towards which the worker moved, under ASHL, ADSP and asynchronous DiLoCo the one from which its local "
+            "steps began.",
         ),
     ] = 0
     begin_s: Annotated[

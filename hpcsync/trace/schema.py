@@ -132,9 +132,9 @@ _WORKER = columns(Grant)[0]
 SCHEMA: dict[str, TableSchema] = {
     "pushes": TableSchema(
         "One row per push of a worker to the servers. A row is written once the outcome of its push is known, so the "
-        "pushes of a barrier come together; hpcsync.load_trace sorts them by seq. Under EASGD, ASHL and ADSP a push "
-        "covers several iterations on the worker (local_steps). Under EASGD, iterations after a worker's last push "
-        "are in no row.",
+        "pushes of a barrier come together; hpcsync.load_trace sorts them by seq. Under EASGD, ASHL, ADSP and "
+        "asynchronous DiLoCo a push covers several iterations on the worker (local_steps). Under EASGD, iterations "
+        "after a worker's last push are in no row.",
         (
             Column("seq", "<i8", "", f"{_SEQ.description[:-1]}: the order in which the deciding server handles them."),
             *columns(PushInfo)[:4],
