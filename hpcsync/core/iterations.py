@@ -124,7 +124,7 @@ class Iterations(Stateful):
         Raises
         ------
         JobError
-            If a step is to have several batches, but batches are allocated by the step.
+            If a step is to have several batches, but batches are allocated by the step, or if a batch is empty.
         """
         if accumulate > 1 and self._allocated is not None:
             raise JobError(f"accumulate = {accumulate}: must be 1 where batches are allocated: a step has one")
@@ -152,6 +152,8 @@ class Iterations(Stateful):
                 n_samples, batch = next(own)
             except StopIteration:
                 return
+            if n_samples == 0:
+                raise JobError("shard: a batch has no samples: every batch must have at least one")
             if self._begin_s is None or self._allocated is not None:  # an allocated batch without a step comes again
                 self._begin(begin_s)
                 self.batch_size = self._drawn = 0

@@ -154,6 +154,13 @@ def test_a_small_data_set_is_an_error_and_not_an_empty_loader():
         list(make_iterations().shard(DATA, 23, 1, never))
 
 
+@pytest.mark.parametrize("sizes", [(0, 4), (4, 0)])
+def test_a_batch_without_samples_is_refused(sizes):
+    loader = DataLoader([torch.ones(size, 2) for size in sizes], batch_size=None)
+    with pytest.raises(JobError, match="^shard: a batch has no samples: every batch must have at least one$"):
+        list(make_iterations(workers=1).shard(loader, None, 1, never))
+
+
 def test_without_data_the_batches_are_empty_and_without_end():
     loader = make_iterations().shard(None, 4, None, never)
     assert list(itertools.islice(loader, 30)) == [()] * 30
