@@ -526,7 +526,7 @@ def _parse(text: str, source: str) -> dict[str, Any]:
 
 
 def _check_values(table: dict[str, Any], source: str) -> None:
-    """Raise JobError for values that are nested too deep and for whole numbers of more than 64 bits."""
+    """Raise JobError for values nested too deep, whole numbers of more than 64 bits, and the character U+0000."""
     values: list[tuple[tuple[str, ...], Any]] = [((), table)]
     while values:
         path, value = values.pop()
@@ -536,9 +536,12 @@ def _check_values(table: dict[str, Any], source: str) -> None:
             values += [((*path, key), inner) for key, inner in value.items()]
         elif isinstance(value, list):
             values += [((*path, "[]"), inner) for inner in value]
-        elif type(value) is int and not -(2**63) <= value < 2**63:
-            key = ".".join(path).replace(".[]", "[]")
+            continue
+        key = ".".join(path).replace(".[]", "[]")
+        if type(value) is int and not -(2**63) <= value < 2**63:
             raise JobError(f"{key} = {shown(value)}: must be a whole number of at most 64 bits")
+        if isinstance(value, str) and "\0" in value:  # in no name of a file
+            raise JobError(f"{key} = {shown(value)}: must not have the character U+0000")
 
 
 def _read(path: Path) -> str:

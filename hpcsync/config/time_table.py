@@ -32,7 +32,7 @@ def read_times(path: str | Path, n_workers: int) -> list[list[float]]:
     key = f"cluster.compute.table = {shown(str(path))}"
     times: list[list[float]] = [[] for _ in range(n_workers)]
     try:
-        with open(path, newline="", encoding="utf-8") as file:
+        with open(path, newline="", encoding="utf-8-sig") as file:
             rows = csv.DictReader(file)
             if sorted(rows.fieldnames or []) != ["iteration", "seconds", "worker"]:
                 raise JobError(f"{key}: must have exactly the columns worker,iteration,seconds")

@@ -52,8 +52,13 @@ def refused(tmp_path: Path, text: str, *overrides: str) -> str:
             JOB.replace('{name = "bsp"}', '{name = "sync-switch", share = 0.1, then = {nam = "asp"}}'),
             "paradigm.then.name: missing; must be one of asp, ssp, dssp",
         ),
+        (
+            JOB.replace("workers = 3", 'workers = 3, times_from = "a\\u0000"'),
+            'cluster.times_from = "a\\u0000": must not have the character U+0000',
+        ),
+        (JOB.replace("workers = 3", 'workers = 3, compute = {model = "table", table = "\\u0000"}'), "U+0000"),
     ],
-    ids=range(14),
+    ids=range(16),
 )
 def test_a_hostile_file(tmp_path: Path, text: str, says: str) -> None:
     assert says in refused(tmp_path, text)

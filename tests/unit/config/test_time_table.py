@@ -16,6 +16,13 @@ def test_times_are_by_worker_and_iteration(tmp_path: Path) -> None:
     assert read_times(path, 2) == [[1.0, 0.002, 0.0], [0.5]]
 
 
+def test_a_byte_order_mark_is_no_part_of_a_column(tmp_path: Path) -> None:
+    """Spreadsheets write one into their CSV files in UTF-8."""
+    path = tmp_path / "t.csv"
+    path.write_text(HEAD + "0,0,0.5\n", encoding="utf-8-sig")
+    assert read_times(path, 1) == [[0.5]]
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
