@@ -157,6 +157,60 @@ def test_a_lock_of_another_host_is_watched(tmp_path, monkeypatch, capsys):
     mine.release()
 
 
+@pytest.mark.parametrize("text", ["", "[]", '{"token": "old"}'])
+def test_a_lock_that_names_no_owner_is_watched_unless_it_is_locked(tmp_path, monkeypatch, capsys, text):
+    monkeypatch.setattr(lock, "BEAT_S", 0.1)
+    monkeypatch.setattr(lock, "PATIENCE_S", 0.2)
+    path = tmp_path / lock.NAME
+    path.write_text(text)
+    with path.open() as file:
+        assert lock._busy(file.fileno()) is False
+        with pytest.raises(JobError, match="another process holds run.lock$"):
+            take(path, this_process())
+    take(path, this_process()).release()
+    assert capsys.readouterr().err == f"hpcsync: {path}: waiting 0.2 s for a sign of a process\n"
+    assert not path.exists()
+
+
+def test_a_lock_that_another_process_has_taken_meanwhile_is_not_removed(tmp_path, monkeypatch):
+    path = tmp_path / lock.NAME
+    path.write_text(json.dumps(asdict(left_behind())))
+    mine, taken = this_process(), []
+
+    def start_of_owner(pid: int) -> str:
+        if not taken:
+            path.unlink()
+            taken.append(take(path, mine))
+        return start_of(pid)
+
+    monkeypatch.setattr(lock, "start_of", start_of_owner)
+    with pytest.raises(JobError, match=f"process {os.getpid()} on .* holds run.lock"):
+        take(path, mine)
+    taken[0].release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_on_a_file_system_without_links_names_its_owner(tmp_path, monkeypatch):
+    def link(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "link", link)
+    held = take(tmp_path / lock.NAME, this_process())
+    with pytest.raises(JobError, match=f"process {os.getpid()} on .* holds run.lock"):
+        take(tmp_path / lock.NAME, this_process())
+    held.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_that_ends_removes_its_locks(tmp_path):
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    holds = "from pathlib import Path; from hpcsync.run_dir import lock; [*map(lock.hold, map(Path, {}))]"
+    subprocess.run([sys.executable, "-c", holds.format([*map(str, folders)])], check=True)
+    assert [[*folder.iterdir()] for folder in folders] == [[], []]
+
+
 def test_a_process_is_told_from_another_of_its_id_by_its_start():
     started_s = psutil.boot_time() + int(start_of(os.getpid())) / os.sysconf("SC_CLK_TCK")
     assert started_s == pytest.approx(psutil.Process().create_time(), abs=2.0)
