@@ -39,7 +39,8 @@ PIECES = (
 )
 VALUES: tuple[Any, ...] = (
     *(0, 1, -1, 2, 7, 1000, 10**6, 2**31, 2**62, 2**63 - 1, 0.0, 0.5, 1.0, -0.5, 1e-300, 1e300),
-    *(float("nan"), float("inf"), True, False, "", "auto", "bsp", "none", "os:system", "x" * 3000, "\x1b[31m", "\x00", "../.."),
+    *(float("nan"), float("inf"), True, False, "", "auto", "bsp", "none", "os:system"),
+    *("x" * 3000, "\x1b[31m", "\0", "../.."),
     *(
         [],
         [0.0],

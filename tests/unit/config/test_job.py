@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcsync.config.errors import shown
-from hpcsync.config.job import KINDS, Job, JobError, load, load_begun, of_any_seed, refuse_simulated, remarks
+from hpcsync.config.job import KINDS, Job, JobError, Stop, load, load_begun, of_any_seed, refuse_simulated, remarks
 from hpcsync.paradigms import OPTIONS, ParadigmOptions
 from hpcsync.paradigms.dssp import DsspOptions
 from hpcsync.paradigms.ssp import SspOptions
@@ -93,6 +93,26 @@ def test_a_small_file_is_enough() -> None:
     )
     assert (job.cluster.servers, job.cluster.workers, job.seed) == (1, 3, 0)
     assert (job.workload.parameters, type(job.optimizer.lr)) == (1000, float)
+
+
+def test_a_limit_or_a_target_is_reached_by_equality() -> None:
+    stop = Stop(samples=100, updates=10, seconds=2.0, target_accuracy=0.9, target_loss=0.5)
+    assert not stop.reached(samples=99, updates=9, seconds=1.9)
+    assert stop.reached(samples=100) and stop.reached(updates=10) and stop.reached(seconds=2.0)
+    assert not stop.satisfied(0.51, 0.89)
+    assert stop.satisfied(0.5, 0.0) and stop.satisfied(math.inf, 0.9)
+    assert stop.target == "accuracy 0.9 or loss 0.5"
+    none = Stop()
+    assert not none.reached(samples=10**9, updates=10**9, seconds=1e9) and not none.satisfied(0.0, 1.0)
+    assert none.target is None
+
+
+def test_the_share_that_is_done_is_that_of_the_nearest_limit() -> None:
+    stop = Stop(samples=100, updates=10, seconds=2.0)
+    assert stop.share() == 0.0
+    assert [stop.share(samples=50, updates=4), stop.share(updates=7, seconds=1.0)] == [0.5, 0.7]
+    assert stop.share(samples=101) == 1.0
+    assert math.isnan(Stop(target_loss=0.1).share(samples=5))
 
 
 JOBS = Path(__file__).parents[3] / "jobs"
