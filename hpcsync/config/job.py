@@ -369,17 +369,19 @@ def _kind_of(paradigm: Any) -> type[ParadigmOptions] | None:
     return OPTIONS.get(str(paradigm.get("name"))) if isinstance(paradigm, dict) else None
 
 
-def _kinds(union: Any, key: str) -> list[str]:
-    return [get_args(kind.model_fields[key].annotation)[0] for kind in get_args(get_args(union)[0])]
+def _kinds(union: Any, key: str) -> dict[str, type[Table]]:
+    """Return the tables of a union by their kind, which is the tag of a table or the value of this key."""
+    members = [(get_args(member) or (member, None)) for member in get_args(get_args(union)[0])]
+    return {tag.tag if tag else get_args(kind.model_fields[key].annotation)[0]: kind for kind, tag in members}
 
 
 KINDS = {  # allowed values of the key that names the kind of a table
     "workload": [*WORKLOADS, '"package.module:function"'],
     "paradigm": list(OPTIONS),
     "then": ["asp", "ssp", "dssp"],
-    "schedule": _kinds(Schedule, "name"),
-    "compute": _kinds(Compute, "model"),
-    "compression": _kinds(CompressionOptions, "name"),
+    "schedule": list(_kinds(Schedule, "name")),
+    "compute": list(_kinds(Compute, "model")),
+    "compression": list(_kinds(CompressionOptions, "name")),
 }
 
 # ---- input ----
@@ -584,6 +586,7 @@ class _Override(NamedTuple):
 
 # Tables that are one of several kinds: the key that names the kind, and the union of the kinds.
 _OF_KINDS = {
+    ("workload",): ("name", WorkloadOptions),
     ("paradigm",): ("name", ParadigmTable),
     ("compression",): ("name", CompressionOptions),
     ("optimizer", "schedule"): ("name", Schedule),
@@ -636,13 +639,15 @@ def _without_foreign_keys(
     table: dict[str, Any], path: tuple[str, ...], key: str, before: Any, union: Any, given: set[tuple[str, ...]]
 ) -> list[str]:
     """Drop the keys of another kind from a table whose kind was `before`; return a line about them, if any."""
-    members = get_args(get_args(union)[0])
-    fields = {name: kind.model_fields for name, kind in zip(_kinds(union, key), members, strict=True)}
     now = table[key]
-    if not isinstance(now, str) or now not in fields or before in (None, now):
+    if not isinstance(now, str) or before in (None, now):
+        return []
+    kind = _kinds(union, key).get("function" if ":" in now else now)
+    if kind is None:
         return []
     others = [name for name in table if name != key and (*path, name) not in given]
-    kept = [name for name in others if name in fields[now] and _accepts(fields[now][name], table[name])]
+    fields = kind.model_fields
+    kept = [name for name in others if name in fields and _accepts(fields[name], table[name])]
     dropped = [name for name in others if name not in kept]
     for name in dropped:
         del table[name]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from hpcsync.config.errors import shown
 from hpcsync.config.job import KINDS, Job, JobError, Stop, load, load_begun, of_any_seed, refuse_simulated, remarks
+from hpcsync.config.workloads import Digits, Text
 from hpcsync.paradigms import OPTIONS, ParadigmOptions
 from hpcsync.paradigms.dssp import DsspOptions
 from hpcsync.paradigms.ssp import SspOptions
@@ -252,6 +253,21 @@ def test_another_paradigm_drops_and_reports_foreign_keys(path: Path, override: s
     dropped = "paradigm.name changed from dssp to bsp: mode, staleness_min, staleness_max dropped"
     assert remarks(path, [override]) == [dropped]
     assert remarks(path, ["paradigm.name=dssp", "seed=3"]) == remarks(path, ['paradigm={name="bsp"}']) == []
+
+
+def test_another_workload_drops_and_reports_foreign_keys(path: Path) -> None:
+    images = 'name = "images"\nbatch_size = 8\nsize = 32\nwidth = 4'
+    path.write_text(TOML.replace('name = "digits"', images))
+    for override in ("workload.name=digits", "workload=digits"):
+        changed = "workload.name changed from images to digits: size, width dropped; batch_size kept"
+        assert remarks(path, [override]) == [changed]
+        assert load(path, [override]).workload == Digits(name="digits", batch_size=8)
+    assert load(path, ["workload=text", "workload.width=20"]).workload == Text(name="text", batch_size=8, width=20)
+    assert remarks(path, ["workload=pkg.mod:make"]) == [
+        "workload.name changed from images to pkg.mod:make: size, width dropped; batch_size kept"
+    ]
+    assert load(path, ["workload=cifar100"]).workload.width == 4
+    assert error(path, "workload=digits", "workload.size=16").startswith("workload.size = 16: unknown key")
 
 
 def test_keys_set_by_an_override_are_not_dropped(path: Path) -> None:
