@@ -93,7 +93,9 @@ class PeerSession(RankSession):
         self._exchange.publish(1, None if self._resumed is None else self._resumed["buffers"])
         # In the other paradigms all workers are inside MPI during transfers; only an evaluation may have to wait there.
         one_sided = self._exchange.one_sided
-        self._progression = choose(self._link.comm, transport=transport) if one_sided else None
+        self._progression = None
+        if one_sided:
+            self._progression = choose(self._link.comm, transport=transport, tolerant=self._tolerant)
         poll = self._progression.poll if self._progression and self._progression.kind == "hooks" else None
         self._hooks = [] if poll is None else self._hook(poll)
         self._clocks = self._link.start(0.0 if run is None else run["now_s"])

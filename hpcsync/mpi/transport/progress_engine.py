@@ -15,6 +15,7 @@ import statistics
 import sys
 import threading
 import time
+from contextlib import suppress
 from typing import Literal, get_args
 
 import numpy as np
@@ -26,6 +27,7 @@ from hpcsync.mpi.transport.backoff import NETWORK_CEILING_S, NETWORK_PROBES
 from hpcsync.mpi.transport.busy_target import Trial, farthest, while_busy
 from hpcsync.mpi.transport.communicator import is_in_memory, takes_several_threads
 from hpcsync.mpi.transport.tensor_window import HOST, Transport
+from hpcsync.mpi.transport.ulfm import Deaths, RankFailed
 
 Kind = Literal["passive", "thread", "hooks"]
 
@@ -52,6 +54,8 @@ class ProgressEngine:
         Communicator of its own for the MPI calls; `close` frees it.
     device
         Device of the transfers.
+    tolerant
+        Whether the other ranks continue after a death.
 
     Attributes
     ----------
@@ -65,12 +69,13 @@ class ProgressEngine:
         Share of the computation's speed that the method costs; None for "passive".
     """
 
-    def __init__(self, comm: MPI.Intracomm, device: torch.device) -> None:
+    def __init__(self, comm: MPI.Intracomm, device: torch.device, tolerant: bool = False) -> None:
         self.kind: Kind = "passive"
         self.get_s_without: float | None = None
         self.get_s_with: float | None = None
         self.cost: float | None = None
         self._comm = comm
+        self._deaths = Deaths(comm, tolerated=tolerant)
         self._device = device
         self._thread: threading.Thread | None = None
         self._stopped = threading.Event()
@@ -110,13 +115,17 @@ class ProgressEngine:
 
     def _work(self) -> None:
         cuda.enter(self._device)
-        while not self._stopped.is_set():
-            self._advance()
-            time.sleep(NETWORK_CEILING_S)
+        with suppress(RankFailed):  # the other thread hears of it, too
+            while not self._stopped.is_set():
+                self._advance()
+                time.sleep(NETWORK_CEILING_S)
 
     def _advance(self) -> None:
-        for _ in range(NETWORK_PROBES):  # one call moves little
-            self._comm.Iprobe()
+        try:
+            for _ in range(NETWORK_PROBES):  # one call moves little
+                self._comm.Iprobe()
+        except MPI.Exception as error:
+            self._deaths.heard(error)
 
     def _stop(self) -> None:
         if self._thread is not None:
@@ -140,7 +149,9 @@ class ProgressEngine:
         self.close()
 
 
-def choose(comm: MPI.Intracomm, wanted: str = "auto", transport: Transport = HOST) -> ProgressEngine:
+def choose(
+    comm: MPI.Intracomm, wanted: str = "auto", transport: Transport = HOST, *, tolerant: bool = False
+) -> ProgressEngine:
     """Choose, measure and start the method of progress that this transport needs; collective.
 
     Parameters
@@ -151,6 +162,8 @@ def choose(comm: MPI.Intracomm, wanted: str = "auto", transport: Transport = HOS
         Method to use, or "auto" for the best one.
     transport
         Transport of the run's tensors.
+    tolerant
+        Whether the other ranks continue after a death.
 
     Returns
     -------
@@ -167,7 +180,7 @@ def choose(comm: MPI.Intracomm, wanted: str = "auto", transport: Transport = HOS
         raise ValueError(
             f"no progress by {wanted!r}: must be auto, passive, hooks or, with MPI_THREAD_MULTIPLE only, thread"
         )
-    progression = ProgressEngine(comm.Dup(), transport.device)
+    progression = ProgressEngine(comm.Dup(), transport.device, tolerant)
     if comm.size == 1 or is_in_memory(comm):
         progression.begin("passive" if wanted == "auto" else wanted)  # type: ignore[arg-type]
         return progression

@@ -22,6 +22,7 @@ from hpcsync.mpi.transport.progress_engine import (
     choose,
     worthwhile,
 )
+from hpcsync.mpi.transport.ulfm import RankFailed
 
 
 def helpers() -> list[threading.Thread]:
@@ -98,6 +99,45 @@ def test_the_help_ends_when_the_block_is_left_by_an_exception(comm):
     with pytest.raises(RuntimeError, match="mine"), choose(comm, "thread"):
         raise RuntimeError("mine")
     assert helpers() == []
+
+
+class Bereaved(Counting):
+    """A communicator of which a rank has died: calls raise until the death is acknowledged."""
+
+    def __init__(self, comm: MPI.Intracomm, *, vital: bool) -> None:
+        super().__init__(comm)
+        self.vital, self.heard_of = vital, 0
+
+    def Iprobe(self) -> bool:
+        if self.vital or not self.heard_of:
+            raise MPI.Exception(MPI.ERR_OTHER)
+        return super().Iprobe()
+
+    def heard(self, error: MPI.Exception) -> None:
+        self.heard_of += 1
+        if self.vital:
+            raise RankFailed("rank 0 died")
+
+
+@pytest.mark.parametrize("kind", ["thread", "hooks"])
+def test_the_help_outlives_a_rank_that_dies(comm, kind):
+    with choose(comm, kind) as progression:
+        progression._deaths = progression._comm = Bereaved(progression._comm, vital=False)
+        assert calls_in(progression, 20.0, enough=2 * NETWORK_PROBES) >= 2 * NETWORK_PROBES
+        assert progression._comm.heard_of == 1
+
+
+def test_a_death_that_is_not_tolerated_ends_the_help(comm, monkeypatch):
+    unhandled = []
+    monkeypatch.setattr(threading, "excepthook", unhandled.append)
+    with choose(comm, "thread") as progression:
+        progression._deaths = progression._comm = Bereaved(progression._comm, vital=True)
+        progression._thread.join(20.0)
+        assert helpers() == [] and unhandled == [], "the thread that trains says so"
+    with choose(comm, "hooks") as progression:
+        progression._deaths = progression._comm = Bereaved(progression._comm, vital=True)
+        with pytest.raises(RankFailed):
+            progression.poll()
 
 
 def test_all_ranks_have_the_same_figures(comm):
