@@ -57,7 +57,7 @@ def waits(trace: Trace | TraceFile) -> Waits:
 
     Notes
     -----
-    The rows of a run without servers are read three times. The memory grows with the largest `seq`, or with the number
+    The rows of a run without servers are read four times. The memory grows with the largest `seq`, or with the number
     of iterations: 4 B for each `seq`, 12 B for each iteration of a worker.
     """
     return _of_grants(trace) if trace.job.has_servers else _of_exchanges(trace)

@@ -79,11 +79,15 @@ def test_a_grant_that_a_worker_left_unused_takes_no_time_of_messages(tmp_path, p
     assert pushed["held_s"].sum() > pushes["wait_s"][pushes["worker"] == 0].sum()
 
 
-@pytest.mark.parametrize("n_fc", [1, 2])
-def test_waits_with_separated_layers_end_with_the_last_bar_of_their_iteration(n_fc):
+@pytest.mark.parametrize(("n_fc", "load_s"), [(1, 0.0), (2, 0.0), (1, 0.25)])
+def test_waits_with_separated_layers_end_with_the_last_bar_of_their_iteration(n_fc, load_s):
     sizes = {"name": "timing", "parameters": 10, "classifier": 5, "activations": 1}
     layers = {"name": "stanza", "cut": "classifier", "fc_share": 0.5, "fc_workers": n_fc}
     trace = peer_recorder.record(layers, (1.0, 1.3, 1.1, 1.2), workload=sizes, samples=640)
+    rows = trace.tables["exchanges"].copy()
+    rows["begin_s"] -= load_s
+    rows["load_s"] += load_s
+    trace = with_rows(trace, "exchanges", rows)
     bars = intervals.bars_of(trace, intervals.iterations(trace))
     last_s = bars[bars["activity"] == "wait"].groupby(["worker", "iteration"])["end_s"].max()
     assert len(last_s) > 20
@@ -110,6 +114,15 @@ def test_without_releases_the_cause_is_unknown():
     assert not found.caused_s.any()
 
 
+def test_a_release_by_an_event_that_the_trace_does_not_have_is_unknown():
+    trace = record("ssp", jitter=0.3)
+    grants = trace.tables["grants"]
+    row = int(np.flatnonzero(grants["held_s"] > 0)[0])
+    last = max(trace.tables[table]["seq"].max(initial=0) for table in ("pushes", "grants", "decisions", "membership"))
+    found = waits(edit(trace, "grants", row, released_by=last + 1))
+    assert found.unknown_s.sum() == pytest.approx(grants["held_s"][row])
+
+
 def test_a_time_that_elapsed_is_nobody():
     found = waits(record("async-diloco", jitter=0.3))
     assert found.timed_s.any()
@@ -127,6 +140,15 @@ def test_slices_change_nothing(tmp_path, paradigm):
     np.testing.assert_allclose(found[0].between_s.toarray(), found[1].between_s.toarray())
     for one, other in zip(found[0][1:], found[1][1:], strict=True):
         np.testing.assert_allclose(one, other, atol=1e-12)
+
+
+def test_slices_of_exchanges_change_nothing(tmp_path):
+    trace = simulated(tmp_path, {"name": "allreduce"}, [0.1, 0.2, 0.3], jitter=0.3)
+    (path,) = tmp_path.glob("*/trace.h5")
+    with opened(path, 3) as file:
+        found = waits(file)
+    np.testing.assert_allclose(found.between_s.toarray(), waits(trace).between_s.toarray())
+    assert not found.unknown_s.any()
 
 
 def test_all_reduce_waits_for_the_last_worker_of_each_iteration(tmp_path):
@@ -160,6 +182,8 @@ def test_ad_psgd_waits_for_its_partner(tmp_path):
     total_s = np.asarray(found.between_s.sum(axis=1)).ravel() + found.unknown_s
     np.testing.assert_allclose(total_s, np.bincount(rows["worker"], rows["wait_s"], 4), atol=1e-9)
     others = rows[(rows["wait_s"] > 0) & (rows["peer"] >= 0) & (rows["peer"] != rows["worker"])]
+    (each,) = each_wait(trace)
+    np.testing.assert_array_equal(each.until_s, others["end_s"] + others["wait_s"])
     pairs = set(zip(others["worker"].tolist(), others["peer"].tolist(), strict=True))
     assert set(zip(*(each.tolist() for each in found.between_s.nonzero()), strict=True)) == pairs
 
