@@ -103,7 +103,8 @@ def test_a_limit_or_a_target_is_reached_by_equality() -> None:
     assert not stop.satisfied(0.51, 0.89)
     assert stop.satisfied(0.5, 0.0) and stop.satisfied(math.inf, 0.9)
     assert stop.target == "accuracy 0.9 or loss 0.5"
-    none = Stop()
+    none, first = Stop(), Stop(samples=1, updates=1, seconds=1.0)
+    assert not first.reached()
     assert not none.reached(samples=10**9, updates=10**9, seconds=1e9) and not none.satisfied(0.0, 1.0)
     assert none.target is None
 
@@ -449,6 +450,7 @@ STANZA = {"paradigm": {"name": "stanza", "cut": "x", "fc_workers": 1}}
         (ALLREDUCE, None, [4], [1, 2, 3, 4]),
         (ALLREDUCE, 2, [4], [2, 3, 4]),
         (STANZA, None, [4], [4]),
+        (STANZA, 4, [4], [4]),
     ],
 )
 def test_a_run_starts_with_all_workers_and_resumes_with_fewer_unless_the_job_says_otherwise(
@@ -468,6 +470,15 @@ def test_a_run_starts_with_all_workers_and_resumes_with_fewer_unless_the_job_say
                 f"cluster.workers = 4{f', cluster.workers_min = {workers_min}' if fewest else ''}: with "
                 f"cluster.servers = {job.cluster.servers} this takes {takes} ranks, but there are {n_ranks}"
             )
+
+
+def test_fewer_workers_are_refused_where_exchanges_need_all() -> None:
+    with pytest.raises(JobError) as caught:
+        make_job(**STANZA, cluster={"workers": 4, "workers_min": 3})
+    assert str(caught.value) == (
+        'cluster.workers_min = 3: must be cluster.workers = 4 with paradigm.name = "stanza", whose exchanges need all '
+        "workers"
+    )
 
 
 def test_runs_of_one_job_differ_in_their_seeds_and_in_tables_of_times_that_are_named_after_them() -> None:
@@ -573,6 +584,8 @@ MISTAKES = {
     "optimizer.lr=inf": "optimizer.lr = inf: must be a finite number",
     "optimizer.lr_clock=epochs": "optimizer.lr_clock = \"epochs\": must be 'samples' or 'updates'",
     "optimizer.async_lr_scale=0.5": 'optimizer.async_lr_scale = 0.5: must be 1.0 or "1/workers"',
+    "optimizer.clip_norm=1": "optimizer.clip_norm: must be left out: only a training script has it (`hpcsync.connect`)",
+    "optimizer.groups=[]": "optimizer.groups: must be left out: only a training script has it (`hpcsync.connect`)",
     "optimizer.schedule.milestones=[]": f"optimizer.schedule.milestones = []: {MILESTONES}",
     "optimizer.schedule.milestones=[2,2]": f"optimizer.schedule.milestones = [2, 2]: {MILESTONES}",
     "optimizer.schedule.milestones=[0,2]": f"optimizer.schedule.milestones = [0, 2]: {MILESTONES}",
