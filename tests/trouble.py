@@ -185,6 +185,11 @@ def slowness() -> float:
     return (time.monotonic() - begin_s) / 0.2
 
 
+def proxies() -> set[psutil.Process]:
+    """Return the proxies of all of MPICH's launchers."""
+    return {process for process in psutil.process_iter(["name"]) if process.info["name"] == PROXY}
+
+
 def gone(program: Program) -> bool:
     return program.process.poll() is not None and not program.left()
 
@@ -200,6 +205,7 @@ def examined(trial: Trial, folder: Path, place: Place, *, resumes: bool, gone_li
     try:
         wait(lambda: trial.step in program.out or program.process.poll() is not None, LIMIT_S)
         time.sleep(trial.delay_s)
+        beside = proxies() - set(program.left())
         moment = hit(program, trial)
         gone_s = wait(lambda: gone(program), limit_s)
         # The launcher's daemons on other hosts, which have no mark, end a moment later and remove their folders.
@@ -212,7 +218,6 @@ def examined(trial: Trial, folder: Path, place: Place, *, resumes: bool, gone_li
             wrong.append(f"processes left: {[' '.join(p.cmdline())[:80] for p in left]}")
     finally:
         program.kill()
-    beside = any(process.info["name"] == PROXY for process in psutil.process_iter(["name"]))
     status = program.status
     if names := sorted(p.name for p in temporary.iterdir()):
         wrong.append(f"temporary: {names}")
@@ -223,7 +228,7 @@ def examined(trial: Trial, folder: Path, place: Place, *, resumes: bool, gone_li
         wrong.append(f"segments: {sorted(map(str, segments))}")
     # While another launch lives, its files cannot be told from this one's, and `hpcsync run` leaves them.
     names = sorted(str(path) for path in set(Path("/tmp").glob(TOPOLOGY)) - topologies)
-    if names and not beside:
+    if names and not beside | proxies():
         wrong.append(f"topologies: {names}")
     if out.exists():
         try:

@@ -127,6 +127,12 @@ def test_the_help_outlives_a_rank_that_dies(comm, kind):
         assert progression._comm.heard_of == 1
 
 
+@pytest.mark.parametrize("tolerant", [False, True])
+def test_only_where_it_is_tolerated_a_death_is_acknowledged(comm, tolerant):
+    with choose(comm, "hooks", tolerant=tolerant) as progression:
+        assert progression._deaths._vital == ({0} if tolerant else set(range(comm.size)))
+
+
 def test_a_death_that_is_not_tolerated_ends_the_help(comm, monkeypatch):
     unhandled = []
     monkeypatch.setattr(threading, "excepthook", unhandled.append)

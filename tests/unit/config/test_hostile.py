@@ -34,6 +34,7 @@ def refused(tmp_path: Path, text: str, *overrides: str) -> str:
     [
         (f"{JOB}x = {'[' * 5000}{']' * 5000}", "at most 16 levels deep"),
         (f"{JOB}x = {'{a=' * 3000}1{'}' * 3000}", "at most 16 levels deep"),
+        (f"{JOB}{'.'.join('a' * 5000)} = 1", "at most 16 levels deep"),
         (f"{JOB}{'.'.join('a' * 900)} = 1", "a.a...: must be nested at most 16 levels deep"),
         (JOB.replace("seed = 1", f"seed = {'9' * 5000}"), "at most 64 bits"),
         (JOB.replace("seed = 1", f"seed = {'9' * 400}"), "seed = 9999"),
@@ -58,7 +59,7 @@ def refused(tmp_path: Path, text: str, *overrides: str) -> str:
         ),
         (JOB.replace("workers = 3", 'workers = 3, compute = {model = "table", table = "\\u0000"}'), "U+0000"),
     ],
-    ids=range(16),
+    ids=range(17),
 )
 def test_a_hostile_file(tmp_path: Path, text: str, says: str) -> None:
     assert says in refused(tmp_path, text)

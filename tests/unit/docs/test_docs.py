@@ -199,7 +199,7 @@ def copy_run(folder: Path, run_folder: Path) -> None:
 @pytest.mark.parametrize("path", sorted((ROOT / "jobs").glob("*.toml")), ids=lambda path: path.name)
 def test_settings_that_a_job_file_proposes_are_valid(path: Path) -> None:
     for line in path.read_text(encoding="utf-8").splitlines():
-        if settings := re.findall(r"--set ('[^']*'|[^\s.]+\.\S+)", line):
+        if settings := re.findall(r"--set ('[^']*'|\S+=\S+)", line):
             assert jobs.load(path, [shlex.split(each)[0] for each in settings]).name
 
 
