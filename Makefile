@@ -128,12 +128,12 @@ gpu: $(if $(filter .venv/bin/python,$(GPU_PYTHON)),.venv/gpu-ready)
 
 # ---- besides what constraints.txt pins: the newest of everything, as `pip install` brings it today ----
 
-# The unit tests, and a run that must end without a word on stderr. torch is its CUDA build, with several GB of packages;
+# The unit tests, loaders with processes, and a run that must end without a word on stderr. torch is its CUDA build, with several GB of packages;
 # hence the pin stays with the last torch of which there is a CPU build at hand.
 newest:
 	test -x .venv-newest/bin/pip || $(PYTHON) -m venv --clear .venv-newest
 	.venv-newest/bin/python $(PIP) --upgrade --upgrade-strategy eager --editable '.[mpi,analysis,models,dev]'
-	.venv-newest/bin/python -m pytest -q -n 2 --dist loadfile tests/unit
+	.venv-newest/bin/python -m pytest -q -n 2 --dist loadfile tests/unit tests/runs/test_loading.py tests/runs/test_scripts.py
 	said=$$(.venv-newest/bin/hpcsync run jobs/digits-bsp.toml 2>&1 >/dev/null) && test -z "$$said" || { echo "$$said"; exit 1; }
 
 # The unit tests with the oldest torch that is accepted.

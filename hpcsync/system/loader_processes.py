@@ -59,6 +59,7 @@ def start(unneeded: Iterable[torch.Tensor] = ()) -> None:
                 os._exit(0)
         return pid
 
+    forkserver.set_forkserver_preload([])  # Python 3.14 would run the script in it, as "__main__"
     with _starting_with(fork):
         forkserver.ensure_running()
     _started = True
