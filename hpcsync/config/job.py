@@ -642,7 +642,8 @@ def _without_foreign_keys(
     now = table[key]
     if not isinstance(now, str) or before in (None, now):
         return []
-    kind = _kinds(union, key).get("function" if ":" in now else now)
+    tag = get_args(union)[1].discriminator  # a key, or a function of the table
+    kind = _kinds(union, key).get(tag(table) if callable(tag) else now)
     if kind is None:
         return []
     others = [name for name in table if name != key and (*path, name) not in given]

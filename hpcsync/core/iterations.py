@@ -153,7 +153,7 @@ class Iterations(Stateful):
             except StopIteration:
                 return
             if n_samples == 0:
-                raise JobError("shard: the first tensor of a batch has length 0: each must have a sample")
+                raise JobError("shard: the first tensor of a batch has length 0: every batch must have a sample")
             if self._begin_s is None or self._allocated is not None:  # an allocated batch without a step comes again
                 self._begin(begin_s)
                 self.batch_size = self._drawn = 0

@@ -157,7 +157,8 @@ def test_a_small_data_set_is_an_error_and_not_an_empty_loader():
 @pytest.mark.parametrize("sizes", [(0, 4), (4, 0)])
 def test_a_batch_without_samples_is_refused(sizes):
     loader = DataLoader([torch.ones(size, 2) for size in sizes], batch_size=None)
-    with pytest.raises(JobError, match="^shard: the first tensor of a batch has length 0: each must have a sample$"):
+    message = "shard: the first tensor of a batch has length 0: every batch must have a sample"
+    with pytest.raises(JobError, match=f"^{message}$"):
         list(make_iterations(workers=1).shard(loader, None, 1, never))
 
 
