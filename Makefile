@@ -106,7 +106,8 @@ docs/benchmarks.json: venv
 	.venv/bin/python -c 'import json, sys; print(json.dumps([json.load(open(path)) for path in sys.argv[1:]], indent=1))' \
 	    .venv/bench.json .venv-mpich/bench.json > $@
 
-targets = .venv/bin/python -c 'from hpcsync.bench import TARGETS; print(*[name for name, target in TARGETS.items() if $(1)])'
+targets = .venv/bin/python -c 'from hpcsync.bench import TARGETS; \
+    print(*[name for name, target in TARGETS.items() if "cpu" in target.devices and $(1)])'
 
 # ---- on a machine with a GPU: its tests, what doctor finds, what bench measures ----
 

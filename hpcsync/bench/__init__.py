@@ -211,11 +211,10 @@ def parse(targets: Sequence[str], device: str = "cpu") -> list[str]:
     if device not in DEVICES:
         raise JobError(f"--device {shown(device)}: must be cpu or cuda")
     allowed = [name for name, target in TARGETS.items() if device in target.devices]
-    where = "" if device == "cpu" else f" with --device {device}"
     for name in targets:
         if name not in allowed:
-            must = f"must be one of {', '.join(allowed)}{where}{did_you_mean(name, allowed)}"
-            raise JobError(f"bench {shown(name)}: {must}")
+            meant = "" if name in TARGETS else did_you_mean(name, allowed)
+            raise JobError(f"bench {shown(name)}: must be one of {', '.join(allowed)} with --device {device}{meant}")
     return list(dict.fromkeys(targets)) or [name for name in allowed if not TARGETS[name].rates]
 
 

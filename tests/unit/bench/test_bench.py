@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -59,6 +60,22 @@ def test_a_target_of_the_cpu_is_refused_on_a_gpu():
         bench.parse(["transfers", "tracing"], "cuda")
 
 
+def test_a_target_of_gpus_is_refused_on_the_cpu_and_names_no_other():
+    with pytest.raises(JobError, match='bench "training": must be one of transfers, .*, simulation with --device cpu$'):
+        bench.parse(["training"])
+
+
+@pytest.mark.parametrize(("condition", "wanted"), [("True", 11), ("target.ranks", 5)])
+def test_make_benchmarks_names_targets_of_the_cpu(condition, wanted):
+    root = Path(__file__).parents[3]
+    if not (root / ".venv/bin/python").exists():
+        pytest.skip("the Makefile's environment is not here")
+    named = ["make", "--no-print-directory", "--eval", f"named: ; @$(call targets,{condition})", "named"]
+    names = subprocess.run(named, cwd=root, check=True, capture_output=True, text=True, timeout=120).stdout.split()
+    assert bench.parse(names) == names
+    assert len(names) == wanted
+
+
 def test_an_unknown_device_is_refused():
     with pytest.raises(JobError, match='--device "gpu": must be cpu or cuda$'):
         bench.parse([], "gpu")
@@ -69,7 +86,7 @@ def test_targets_are_measured_once_and_in_order():
 
 
 def test_an_unknown_target_is_refused_with_the_allowed_ones():
-    with pytest.raises(JobError, match='"traced": must be one of transfers, .*, simulation; did you mean tracing?'):
+    with pytest.raises(JobError, match='"traced": must be one of transfers, .*, simulation with .*; did you mean tracing'):
         bench.main(["latency", "traced"])
 
 
