@@ -14,6 +14,7 @@ from mpi4py import MPI
 from hpcsync.bench.engine import with_engine
 from hpcsync.bench.figures import Figure, in_turn
 from hpcsync.mpi.server.worker import Worker
+from hpcsync.mpi.transport.backoff import Backoff
 from hpcsync.mpi.transport.tensor_window import HOST, Transport
 from hpcsync.training.optimizers import OptimizerSpec
 
@@ -30,21 +31,21 @@ def measure(
     round_trips: int = 2000,
     repetitions: int = 5,
 ) -> list[Figure]:
-    """Measure on the first ranks of `comm`: rank 0 serves, and all others push concurrently.
+    """Measure on the first ranks of `comm`: rank 0 serves, and all others push concurrently; the rest wait with backoff.
 
     Returns
     -------
     list of Figure
         On rank 0; empty on the others.
     """
-    figures = []
+    backoff, figures = Backoff(comm), []
     for n_workers in workers:
         part = comm.Split(0 if comm.rank <= n_workers else MPI.UNDEFINED)
-        if part == MPI.COMM_NULL:
-            continue
-        assert isinstance(part, MPI.Intracomm)
-        figures += _measure(part, transport, size, round_trips, repetitions)
-        part.Free()
+        if part != MPI.COMM_NULL:
+            assert isinstance(part, MPI.Intracomm)
+            figures += _measure(part, transport, size, round_trips, repetitions)
+            part.Free()
+        backoff.barrier()
     return figures
 
 
