@@ -31,7 +31,7 @@ def measure(
     round_trips: int = 2000,
     repetitions: int = 5,
 ) -> list[Figure]:
-    """Measure on the first ranks of `comm`: rank 0 serves, and all others push concurrently; the rest wait with backoff.
+    """Measure on the first ranks of `comm`: rank 0 serves, and the others push together; those left over wait.
 
     Returns
     -------
