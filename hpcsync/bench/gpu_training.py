@@ -57,6 +57,7 @@ def measure(comm: MPI.Intracomm, transport: Transport = HOST, repetitions: int =
         assert isinstance(workers, MPI.Intracomm)
         size, plain_ms = _plain_ms(workers, job, transport, repetitions)
         reduce_ms = _reduce_ms(workers, job, transport, repetitions)
+        workers.Free()
     backoff.barrier()
     for name, paradigm in PARADIGMS.items():
         took_ms = _trained_ms(comm, _job(paradigm, transport, repetitions), transport.device, repetitions)

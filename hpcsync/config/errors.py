@@ -51,8 +51,13 @@ _WORDS = {
     "a valid string": "a string",
     "a valid boolean": "true or false",
     "a valid dictionary": "a table",
-    "greater than or equal to": "at least",
-    "less than or equal to": "at most",
+}
+# Its kinds of errors of numbers beyond a limit: the limit's name, and words before it.
+_LIMITS = {
+    "greater_than": ("gt", "greater than"),
+    "greater_than_equal": ("ge", "at least"),
+    "less_than": ("lt", "less than"),
+    "less_than_equal": ("le", "at most"),
 }
 
 
@@ -84,6 +89,10 @@ def in_one_line(error: ValidationError, table: dict[str, Any], kinds: dict[str, 
         path, value, must = _tag(path, value, kinds[path[-1]])
     elif first["type"] in ("model_type", "model_attributes_type"):
         must = "must be a table"
+    elif first["type"] in _LIMITS:
+        name, words = _LIMITS[first["type"]]
+        limit = context[name]
+        must = f"must be {words} {limit:g}" if isinstance(limit, float) else f"must be {words} {limit}"
     else:
         must = first["msg"]
         for word, replacement in _WORDS.items():

@@ -148,7 +148,7 @@ def test_user_errors_are_one_line(
     ("text", "message"),
     [
         ("conv_forward_ms = 'x'\nconv_backward_ms = 1\nfc_ms = 1", 'conv_forward_ms = "x": must be a number'),
-        ("conv_forward_ms = 1\nconv_backward_ms = 0\nfc_ms = 1", "conv_backward_ms = 0: must be at least 0.000001"),
+        ("conv_forward_ms = 1\nconv_backward_ms = 0\nfc_ms = 1", "conv_backward_ms = 0: must be at least 1e-06"),
         (
             "conv_forward_ms = 1\nconv_backward_ms = 1",
             "fc_ms: missing; must be a number from 1e-06 to 1e+09: milliseconds of a batch above the cut, forward and ",

@@ -101,7 +101,7 @@ def test_a_checkpoint_takes_less_than_the_time_between_two() -> None:
     )
     make_job(cluster={"checkpoint_s": 59}, **between)
     make_job(cluster={"checkpoint_s": 60}, checkpoint={"seconds": 0, "updates": 5})
-    assert error(checkpoint_s=0) == "cluster.checkpoint_s = 0: must be at least 0.000000001"
+    assert error(checkpoint_s=0) == "cluster.checkpoint_s = 0: must be at least 1e-09"
     assert "checkpoint_s" not in make_job().to_toml()
 
 
@@ -121,7 +121,7 @@ MISTAKES = [
     ({**LEAVE, "worker": "all"}, '.worker = "all": must be a whole number'),
     ({"at_s": 1, "change": "leave"}, ".worker: missing; must be the number of a worker, from 0"),
     ({**LEAVE, "at_s": -1}, ".at_s = -1: must be at least 0"),
-    ({**LEAVE, "at_s": float("inf")}, ".at_s = inf: must be at most 1000000000000000"),
+    ({**LEAVE, "at_s": float("inf")}, ".at_s = inf: must be at most 1e+15"),
     ({**LEAVE, "at_s": "now"}, '.at_s = "now": must be a number'),
     ({**RECOVER, "at_iteration": 0}, ".at_iteration = 0: must be at least 1"),
     ({**RECOVER, "at_iteration": 1.5}, ".at_iteration = 1.5: must be a whole number"),
@@ -132,8 +132,8 @@ MISTAKES = [
     ),
     ({"worker": 1, "at_s": 1}, '.change: missing; must be "slow", "recover", "leave", "join" or "die"'),
     ({**LEAVE, "change": "go"}, ".change = \"go\": must be 'slow', 'recover', 'leave', 'join' or 'die'"),
-    ({**SLOW, "factor": 0}, ".factor = 0: must be at least 0.000000001"),
-    ({**SLOW, "factor": 1e300}, ".factor = 1e+300: must be at most 1000000000000000"),
+    ({**SLOW, "factor": 0}, ".factor = 0: must be at least 1e-09"),
+    ({**SLOW, "factor": 1e300}, ".factor = 1e+300: must be at most 1e+15"),
     ({**SLOW, "factor": "x"}, '.factor = "x": must be a number'),
     (
         {key: value for key, value in SLOW.items() if key != "factor"},
@@ -263,12 +263,12 @@ BANDWIDTH = "must be a number from 1e-09 to 1e+15, or a list of them, one per wo
             {"bandwidth_gbit": [1, 2]},
             "bandwidth_gbit = [1.0, 2.0]: must be one number, or a list of cluster.workers = 4 numbers",
         ),
-        ({"server_bandwidth_gbit": 0}, "server_bandwidth_gbit = 0: must be at least 0.000000001"),
+        ({"server_bandwidth_gbit": 0}, "server_bandwidth_gbit = 0: must be at least 1e-09"),
         ({"server_bandwidth_gbit": [1]}, "server_bandwidth_gbit = [1]: must be a number"),
         ({"latency_us": -1}, "latency_us = -1: must be at least 0"),
-        ({"latency_us": 1e300}, "latency_us = 1e+300: must be at most 1000000000000000"),
+        ({"latency_us": 1e300}, "latency_us = 1e+300: must be at most 1e+15"),
         ({"bandwidth_gbit": 1e-300}, f"bandwidth_gbit = 1e-300: {BANDWIDTH}"),
-        ({"server_bandwidth_gbit": 1e-300}, "server_bandwidth_gbit = 1e-300: must be at least 0.000000001"),
+        ({"server_bandwidth_gbit": 1e-300}, "server_bandwidth_gbit = 1e-300: must be at least 1e-09"),
     ],
 )
 def test_mistakes_in_the_network(network: dict[str, Any], message: str) -> None:
