@@ -3,7 +3,12 @@
 import os
 import sys
 
-if sys.path and sys.path[0] in ("", os.getcwd()):
+try:
+    here = os.getcwd()
+except OSError as error:
+    print(f"hpcsync: the current folder: {error.strerror}; change to one that exists", file=sys.stderr)
+    sys.exit(2)
+if sys.path and sys.path[0] in ("", here):
     # `python -m` puts the current folder first: a file there must not take the place of an installed package.
     sys.path.append(sys.path.pop(0))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -70,7 +71,7 @@ def traces(paths: Iterable[Path]) -> list[Path]:
 
 
 def _traces(path: Path) -> list[Path]:
-    if not path.is_dir():
+    if not os.path.isdir(path):  # not Path.is_dir, which raises where it may not look
         return [path]
     found = [path / "trace.h5"] if (path / "trace.h5").exists() else sorted(path.rglob("trace.h5"))
     if not found:

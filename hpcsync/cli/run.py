@@ -298,7 +298,7 @@ def show(path: Path, overrides: Sequence[str], *, load: bool) -> None:
     TraceError
         If the trace cannot be read.
     """
-    if path.is_dir() or path.suffix == ".h5":
+    if os.path.isdir(path) or path.suffix == ".h5":  # not Path.is_dir, which raises where it may not look
         if overrides or load:
             raise JobError(
                 f"{'--set' if overrides else '--load'}: must come with a job file: {path} is a run that has been made"

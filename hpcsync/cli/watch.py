@@ -153,13 +153,16 @@ def _newest(folder: Path) -> Path:
     """Return the folder of the run in `folder` whose status was written last: `folder` itself if it is one."""
     from hpcsync.run_dir.status_file import STATUS, StatusError
 
-    if (folder / STATUS).exists():
-        return folder
-    found = sorted(folder.glob(f"*/{STATUS}"), key=lambda path: path.stat().st_mtime)
-    if not found:
-        none = "no such folder" if not folder.exists() else "must be the folder of a run, or of runs"
-        what = "holds no run that has a status; a simulation keeps none" if folder.is_dir() else none
-        raise StatusError(f"{folder}: {what}")
+    try:
+        if (folder / STATUS).exists():
+            return folder
+        found = sorted(folder.glob(f"*/{STATUS}"), key=lambda path: path.stat().st_mtime)
+        if not found:
+            none = "no such folder" if not folder.exists() else "must be the folder of a run, or of runs"
+            what = "holds no run that has a status; a simulation keeps none" if folder.is_dir() else none
+            raise StatusError(f"{folder}: {what}")
+    except OSError as error:
+        raise StatusError(f"{folder}: {error.strerror}") from None
     return found[-1].parent
 
 

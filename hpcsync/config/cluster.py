@@ -384,11 +384,13 @@ class Cluster(Table):
         update: dict[str, Any] = {}
         if self.times_from is not None:
             path = (folder / self.times_from).resolve()
-            path = path / "trace.h5" if path.is_dir() else path
-            if not path.is_file():
-                raise JobError(
-                    f"cluster.times_from = {shown(str(path))}: must be a trace, or a run's folder; no such file"
-                )
+            try:
+                path = path / "trace.h5" if path.is_dir() else path
+                why = None if path.is_file() else "no such file"
+            except OSError as error:
+                why = error.strerror
+            if why is not None:
+                raise JobError(f"cluster.times_from = {shown(str(path))}: must be a trace, or a run's folder; {why}")
             update["times_from"] = str(path)
         if isinstance(self.compute, RecordedCompute):
             table = str((folder / self.compute.table).resolve())

@@ -112,7 +112,10 @@ def finished_already(out: str | Path | None, resume: bool) -> bool:
     """Return True if the run to resume has finished. Raises JobError if no folder is given."""
     if resume and out is None:
         raise JobError("--resume: must come with --out DIR, the folder of the run to resume")
-    return resume and out is not None and (Path(out) / SUMMARY).exists()
+    if not resume or out is None:
+        return False
+    with _as_job_error(Path(out)):
+        return (Path(out) / SUMMARY).exists()
 
 
 def going_on(out: str | Path | None, resume: bool) -> Resumed | None:

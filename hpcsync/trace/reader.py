@@ -226,7 +226,7 @@ class TraceFile(_Described):
 def trace_path(path: str | Path) -> Path:
     """Return the trace file: `path`, or the trace in it if `path` is the folder of a run."""
     path = Path(path)
-    return path / "trace.h5" if path.is_dir() else path
+    return path / "trace.h5" if os.path.isdir(path) else path  # not Path.is_dir, which raises where it may not look
 
 
 @contextmanager
@@ -392,8 +392,12 @@ def _open_when_free(path: Path) -> h5py.File:
 
 def _open(path: Path, mode: str) -> h5py.File:
     """Open a file after checking that it is a trace which this version can read."""
-    if not path.is_file():
-        raise TraceError(f"{path}: {'not a file' if path.exists() else 'no such file'}")
+    try:
+        if not path.is_file():
+            raise TraceError(f"{path}: {'not a file' if path.exists() else 'no such file'}")
+        path.open("rb").close()  # h5py does not say why it cannot
+    except OSError as error:
+        raise TraceError(f"{path}: {error.strerror}") from None
     if not h5py.is_hdf5(path):
         raise TraceError(f"{path}: not a trace (not an HDF5 file)")
     try:

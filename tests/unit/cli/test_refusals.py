@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -119,3 +121,37 @@ def test_an_audit_of_no_trace_is_told_in_one_line(options: tuple[str, ...]) -> N
     result = hpcsync("audit", "absent", *options)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == "hpcsync: absent: no such file\n"
+
+
+@pytest.mark.parametrize(
+    "command", ["audit", "show", "watch", "explain", "report", "compare", "figure waiting", "export -o a.csv"]
+)
+def test_a_run_that_the_system_refuses_to_look_for_is_told_in_one_line(command: str) -> None:
+    """As in a folder of another user; a name that is too long is refused to root too."""
+    result = hpcsync(*command.split(), "x" * 300)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == f"hpcsync: {'watch: ' * (command == 'watch')}{'x' * 300}: File name too long\n"
+
+
+def test_a_folder_that_the_system_refuses_to_look_for_is_not_resumed() -> None:
+    is_refused(hpcsync("run", JOB, "--out", "x" * 300, "--resume"), f"out {'x' * 300}: File name too long\n")
+
+
+def test_times_that_the_system_refuses_to_look_for_are_told_in_one_line() -> None:
+    result = hpcsync("simulate", JOB, "--times-from", "x" * 300)
+    is_refused(result, "cluster.times_from = ")
+    assert result.stderr.endswith(": must be a trace, or a run's folder; File name too long\n")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads every file")
+def test_a_trace_that_must_not_be_read_is_told_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "trace.h5").touch(mode=0)
+    is_refused(hpcsync("audit", tmp_path), f"{tmp_path}/trace.h5: Permission denied\n")
+
+
+def test_a_current_folder_that_was_removed_is_told_in_one_line(tmp_path: Path) -> None:
+    script = f'cd {tmp_path} && rmdir {tmp_path} && exec "$@"'
+    argv = ["sh", "-c", script, "sh", sys.executable, "-m", "hpcsync", "show", str(JOB)]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.endswith("hpcsync: the current folder: No such file or directory; change to one that exists\n")
