@@ -9,6 +9,7 @@ import contextlib
 import functools
 import math
 import os
+import pwd
 import re
 import shlex
 import shutil
@@ -221,7 +222,15 @@ def environment(given: Mapping[str, str] | None = None) -> dict[str, str]:
     if given is None:
         given = outside(os.environ) if under_launcher() else _without_pmi2_of_slurm(os.environ)
     settings = {**SETTINGS, **(ONE_NODE if on_one_node(given) else _between_nodes(given))}
-    return {**settings, **(IN_STEP if _in_step(given) else {}), **given}
+    return {**settings, **(IN_STEP if _in_step(given) else {}), **_home(), **given}
+
+
+def _home() -> dict[str, str]:
+    """Return the user's home for a process without HOME, as a service is: Open MPI does not start without it."""
+    try:
+        return {"HOME": pwd.getpwuid(os.getuid()).pw_dir}
+    except KeyError:  # a container may run under any number
+        return {"HOME": "/"}
 
 
 def _without_pmi2_of_slurm(environ: Mapping[str, str]) -> Mapping[str, str]:

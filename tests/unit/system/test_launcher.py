@@ -1,6 +1,7 @@
 """Command line, environment and ends of a launch, with a replacement of the MPI launcher."""
 
 import os
+import pwd
 import re
 import signal
 import subprocess
@@ -124,6 +125,13 @@ def test_variables_of_the_user_are_kept() -> None:
     assert (environ["OMP_NUM_THREADS"], environ["OPENBLAS_NUM_THREADS"], environ["HOME"]) == ("4", "1", "/h")
     assert environ["OMPI_MCA_osc"] == "^ucx"
     assert environ["MPIR_CVAR_ENABLE_HEAVY_YIELD"] == "1"
+
+
+def test_ranks_have_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without one Open MPI's launcher does not start."""
+    assert launcher.environment({})["HOME"] == pwd.getpwuid(os.getuid()).pw_dir
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 5)  # no user has this number
+    assert launcher.environment({})["HOME"] == "/"
 
 
 @pytest.mark.parametrize(
