@@ -15,6 +15,7 @@ import contextlib
 import multiprocessing
 import os
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from multiprocessing import forkserver, resource_tracker, spawn, util
@@ -28,6 +29,7 @@ from hpcsync.system.launcher import OF_RANKS
 from hpcsync.system.parent_death import end_with
 
 GUARD = 'put the training under `if __name__ == "__main__":`'
+LONGEST = 107 - len("/pymp-12345678/listener-12345678")  # bytes of the path above that of a socket
 
 _started = False
 
@@ -60,9 +62,21 @@ def start(unneeded: Iterable[torch.Tensor] = ()) -> None:
         return pid
 
     forkserver.set_forkserver_preload([])  # Python 3.14 would run the script in it, as "__main__"
+    _choose_folder_of_sockets()
     with _starting_with(fork):
         forkserver.ensure_running()
     _started = True
+
+
+def _choose_folder_of_sockets() -> None:
+    """Let the standard library put its sockets into /tmp if the folder for temporary files has a long path."""
+    before = tempfile.tempdir
+    if len(os.fsencode(tempfile.gettempdir())) > LONGEST:
+        tempfile.tempdir = "/tmp"
+    try:
+        util.get_temp_dir()
+    finally:
+        tempfile.tempdir = before
 
 
 def _serve(rank: int, command: str, descriptors: Sequence[int], unneeded: Iterable[torch.Tensor]) -> None:
