@@ -159,7 +159,7 @@ def _run(
         with viewed(folder) as write:
             ended = launcher.launch(n_ranks, argv, suspends=True, tolerant=tolerant, will=will, write=write)
     finally:
-        if not given and os.listdir(folder) == [lock.NAME]:
+        if not given and folder.exists() and os.listdir(folder) == [lock.NAME]:
             lock.release(folder)
             folder.rmdir()
             with suppress(OSError):  # another run is in it

@@ -1,6 +1,7 @@
 """Command run: no rank starts for a wrong job, and the trace records how the ranks ended."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -148,6 +149,15 @@ def test_a_launch_that_fails_leaves_no_empty_folder(
         run.run(path, [], None, out)
     assert found == [True], "the ranks would find it made and locked"
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_folder_that_was_removed_during_the_run_is_no_traceback(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def remove(n: int, argv: list[str], **how: bool) -> Ended:
+        shutil.rmtree("gone")
+        return Ended(1)
+
+    monkeypatch.setattr(launcher, "launch", remove)
+    assert run.run(path, [], None, Path("gone")) == 1
 
 
 @pytest.mark.parametrize("resume", [False, True])
