@@ -52,6 +52,8 @@ def prepare() -> None:
             setattr(sys, name, stream)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
+    if os.environ.get("COLUMNS") == "0":  # unknown; rich would print nothing
+        del os.environ["COLUMNS"]
 
 
 def at_least_80_columns(console: Console) -> Console:

@@ -85,6 +85,15 @@ def test_a_command_needs_no_standard_output() -> None:
     assert subprocess.run(line, check=False, timeout=200).returncode == 0
 
 
+@pytest.mark.parametrize("columns", ["0", "40"])
+def test_an_unknown_width_hides_nothing(columns: str) -> None:
+    code = "from hpcsync.system.standard_output import prepare; prepare(); "
+    code += "from rich.console import Console; Console().print('seen')"
+    environ = {**os.environ, "COLUMNS": columns}
+    program = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, check=False, timeout=200)
+    assert program.stdout == b"seen\n"
+
+
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
 def test_characters_that_the_encoding_lacks_are_escaped(encoding: str) -> None:
     code = "from hpcsync.system.standard_output import prepare; prepare(); print('\\u2192 \\udcff')"
