@@ -150,7 +150,7 @@ def measure(hosts: Hosts, folder: Path, size_bytes: int) -> dict[str, Any]:
 
 
 def hpcsync(command: str, asked: Job, folder: Path, hosts: Hosts | None = None) -> None:
-    file = folder / "asked.toml"
+    file = folder.resolve() / "asked.toml"  # of ranks in another folder
     if (folder / layout.SUMMARY).exists() and Job.from_toml(file.read_text(encoding="utf-8")) == asked:
         return
     shutil.rmtree(folder, ignore_errors=True)  # of another job, such as with the link as it was measured before

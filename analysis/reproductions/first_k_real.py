@@ -12,11 +12,10 @@ import pandas as pd
 from rich.console import Console
 
 from hpcsync.config.job import Job
-from hpcsync.run_dir import layout
 from reproductions import first_k
 from reproductions.claims import Claim, conclude
 from reproductions.first_k import ASP, BATCH, BSP, Method, first
-from reproductions.simulating import finished
+from reproductions.simulating import finished, make_empty
 
 ANALYSIS = Path(__file__).parents[1]
 
@@ -71,9 +70,7 @@ def job(setting: str, method: str, seed: int) -> Job:
 
 def run(job: Job, folder: Path) -> None:
     """On ranks, by `hpcsync run`. Raises CalledProcessError if it fails."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in (layout.TRACE, layout.JOB, layout.WEIGHTS, layout.SUMMARY):  # of a run that did not come to its end
-        (folder / name).unlink(missing_ok=True)
+    make_empty(folder)
     file = folder / "asked.toml"
     file.write_text(job.to_toml(), encoding="utf-8")
     path = os.pathsep.join(filter(None, (str(ANALYSIS), os.environ.get("PYTHONPATH"))))  # where its workload is

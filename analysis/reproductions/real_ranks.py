@@ -19,7 +19,7 @@ from hpcsync.config.job import Job
 from hpcsync.run_dir import layout
 from hpcsync.system import launcher
 from hpcsync.system.namespaces import Hosts
-from reproductions.simulating import finished
+from reproductions.simulating import finished, make_empty
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -52,9 +52,7 @@ def run_all(jobs: Mapping[str, Job], out: Path, link: str | None = None) -> int:
     if not todo:
         return 0
     for folder, job in todo.items():
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in (layout.TRACE, layout.JOB, layout.WEIGHTS, layout.SUMMARY):  # of a run that did not come to its end
-            (folder / name).unlink(missing_ok=True)
+        make_empty(folder)
         (folder / ASKED).write_text(job.to_toml(), encoding="utf-8")
     (out / "todo.json").write_text(json.dumps([str(folder.absolute()) for folder in todo]), encoding="utf-8")
     path = os.pathsep.join(filter(None, (str(ANALYSIS), str(ANALYSIS.parent), os.environ.get("PYTHONPATH"))))

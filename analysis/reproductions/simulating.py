@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -37,6 +38,12 @@ def finished(folder: Path, job: Job) -> bool:
     return table is None or Path(table).stat().st_mtime_ns <= summary.stat().st_mtime_ns
 
 
+def make_empty(folder: Path) -> None:
+    """Create the folder of a run, without what a run that was interrupted or had another job has left."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
 def write_changed(text: str, path: Path) -> None:
     """Write an input of runs, unless the file has it: those that have read it stay finished."""
     if not path.exists() or path.read_text(encoding="utf-8") != text:
@@ -66,8 +73,7 @@ def _simulate(run: tuple[Job, Path, bool]) -> None:
     from hpcsync.trace.reader import load
 
     job, folder, keep_weights = run
-    for name in (layout.TRACE, layout.JOB, layout.WEIGHTS, layout.SUMMARY):  # of a run that did not come to its end
-        (folder / name).unlink(missing_ok=True)
+    make_empty(folder)
     if simulate(job, folder, Console(quiet=True)) != 0:
         if (folder / layout.TRACE).exists() and load(folder / layout.TRACE).status == "interrupted":
             raise KeyboardInterrupt

@@ -27,7 +27,7 @@ from hpcsync.system.namespaces import Hosts
 from hpcsync.trace.reader import load
 from hpcsync.workloads.registry import build
 from reproductions.claims import Claim, Of, conclude, of, ratio
-from reproductions.simulating import finished, simulate_all
+from reproductions.simulating import finished, make_empty, simulate_all
 from reproductions.stanza import LEAST, SHARDS, STANZA, measure, path_of
 
 FOLDER = Path(__file__).parent
@@ -98,9 +98,7 @@ def counted(folder: Path, asked: Job) -> bool:
 
 def run(hosts: Hosts, asked: Job, folder: Path) -> None:
     """One rank on each host, or a server and its worker, by `hpcsync run`. Raises CalledProcessError if it fails."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in (layout.TRACE, layout.JOB, layout.WEIGHTS, layout.SUMMARY, CABLES):  # of a run that was interrupted
-        (folder / name).unlink(missing_ok=True)
+    make_empty(folder)
     file = folder / "asked.toml"
     file.write_text(asked.to_toml(), encoding="utf-8")
     mpiexec = shlex.join(hosts.mpiexec(range(1, HOSTS + 1), asked.cluster.ranks // HOSTS))

@@ -65,6 +65,20 @@ def test_a_run_of_another_job_is_not_taken_for_this_one(tmp_path: Path, monkeypa
         assert len(calls) == expected
 
 
+def test_ranks_find_the_job_of_a_folder_that_is_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are in the repository, whatever the folder is in which the script was started."""
+    lines = []
+
+    class Machine:
+        def mpiexec(self, hosts: object, per_host: int) -> list[str]:
+            return ["mpiexec"]
+
+    monkeypatch.setattr(beside_hosts, "succeed", lambda hosts, line, environ: lines.append(line))
+    monkeypatch.chdir(tmp_path)
+    beside_hosts.hpcsync("run", beside_hosts.job("bsp", "1gbit", 1), Path("out/real"), Machine())  # type: ignore[arg-type]
+    assert [lines[0][4], lines[0][6]] == [str(tmp_path / "out/real/asked.toml"), str(tmp_path / "out/real")]
+
+
 @pytest.mark.parametrize(
     ("ratio", "points", "missed"),
     [(1.04, 2.9, 0), (0.94, 0.0, 1), (1.0, -3.1, 1), (np.nan, 0.0, 1), (1.0, np.nan, 1)],

@@ -11,10 +11,21 @@ import pytest
 from rich.console import Console
 from scipy import stats
 
+from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
 from hpcsync.figures.plotting import PARADIGM_COLOURS
 from hpcsync.run_dir import layout
-from reproductions import ashl, dssp, dssp_map, dssp_map_real, first_k, stanza_learning, tuning
+from reproductions import (
+    ashl,
+    dssp,
+    dssp_map,
+    dssp_map_real,
+    first_k,
+    first_k_real,
+    real_ranks,
+    stanza_learning,
+    tuning,
+)
 from reproductions.claims import (
     FAILS,
     HOLDS,
@@ -349,6 +360,24 @@ def test_interrupted_on_real_ranks_or_between_them_and_the_simulation_the_rest_i
     assert len(pd.read_csv(tmp_path / "results.csv")) == 4
 
 
+def on_started_ranks(job, folder):
+    real_ranks.run_all({folder.name: job}, folder.parent)
+
+
+@pytest.mark.parametrize("run", [first_k_real.run, on_started_ranks])
+def test_a_run_on_real_ranks_finds_its_folder_empty_after_an_interruption(run, tmp_path, monkeypatch):
+    """Runs are never overwritten, and one that is interrupted leaves a checkpoint."""
+    job, folder, started = next(iter(dssp_map_real.jobs(1).values())), tmp_path / "run", []
+    for name in (layout.TRACE, layout.JOB, layout.WEIGHTS):
+        write_changed("", folder / name)
+    (folder / "checkpoints" / "1").mkdir(parents=True)
+    with pytest.raises(JobError, match="must not hold"):
+        layout.refuse_taken(folder)
+    monkeypatch.setattr("subprocess.run", lambda line, **_: started.append(layout.refuse_taken(folder)))
+    run(job, folder)
+    assert started == [None] and Job.from_toml((folder / "asked.toml").read_text()) == job
+
+
 # ---- all of it, small ----
 
 
@@ -375,7 +404,6 @@ def test_a_second_call_simulates_nothing_and_says_the_same(tmp_path, monkeypatch
 @pytest.mark.parametrize(("status", "expected"), [("interrupted", KeyboardInterrupt), ("failed", RuntimeError)])
 def test_an_interrupted_simulation_is_told_from_one_that_failed(tmp_path, monkeypatch, status, expected):
     def ends(job, folder, console):
-        folder.mkdir()
         (folder / layout.TRACE).touch()
         return 1
 

@@ -54,6 +54,7 @@ class Machine:
         self.begun.append(folder.parts[-2])
         if self.cut == (WITHIN, len(self.begun)):
             (folder / "trace.h5").write_bytes(b"the beginning of a trace")
+            (folder / "checkpoints" / "1").mkdir(parents=True)
             raise KeyboardInterrupt
         assert simulate(Job.from_toml(asked.read_text()), folder, QUIET) == 0
         self.sent += 1000
