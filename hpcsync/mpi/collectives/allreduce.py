@@ -1,10 +1,9 @@
 """All-reduce: the mean of one vector per rank, slice by slice, in place.
 
 On one node the vectors are in memory that all ranks address, and nothing is copied there and back: every rank adds up
-its part of all vectors and writes the mean into all of them. With 2 to 4 ranks, in host memory, this took about as long
-as a copy of the vector, and a sixth to two thirds of the time of MPI's own all-reduce. Between nodes chunks of the
-vector travel around a ring (`ring`) of one rank per node, which adds up the vectors of its node first. MPI's
-own all-reduce is used for short slices between nodes, and on a node without room for the memory.
+its part of all vectors and writes the mean into all of them. Between nodes chunks of the vector travel around a ring
+(`ring`) of one rank per node, which adds up the vectors of its node first. MPI's own all-reduce is used for short
+slices between nodes, and on a node without room for the memory.
 
 All ranks get the same bits. On one node a sum is formed in the order of ranks. In a ring the parts of a vector begin
 with different nodes, so sums differ from those in the order of ranks by rounding, and with the number of nodes and the
