@@ -18,6 +18,7 @@ import shutil
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -201,6 +202,44 @@ def test_settings_that_a_job_file_proposes_are_valid(path: Path) -> None:
     for line in path.read_text(encoding="utf-8").splitlines():
         if settings := re.findall(r"--set ('[^']*'|\S+=\S+)", line):
             assert jobs.load(path, [shlex.split(each)[0] for each in settings]).name
+
+
+# ---- what else the pages say to run ----
+
+
+def unknown_targets(text: str, makefile: str) -> set[str]:
+    """Return the targets of the `make` commands of a text that a Makefile lacks."""
+    asked = re.findall(r"(?:^ {4}|^\$ |`)make ([a-z][\w-]*)", text, flags=re.MULTILINE)
+    return set(asked) - set(re.findall(r"^([a-z][\w-]*):", makefile, flags=re.MULTILINE))
+
+
+def test_targets_of_make_and_scripts_that_texts_name_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "ARCHITECTURE.md"]:
+        text = page.read_text(encoding="utf-8")
+        assert unknown_targets(text, makefile) == set(), page
+        for path in re.findall(r"python (?:-m pytest )?(?:-x )?((?:analysis|jobs|tests)/[\w/.-]+)", text):
+            assert (ROOT / path).exists(), f"{page}: {path}"
+    assert unknown_targets("    make tests\n`make docs`", makefile) == {"tests"}, "control"
+
+
+def test_files_that_recipes_of_make_name_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    named = re.findall(r"(?<![\w./-])(?:tests|jobs)/[\w/.*-]*\w", re.sub(r"^#.*", "", makefile, flags=re.MULTILINE))
+    assert len(named) > 8
+    assert [path for path in named if not any(ROOT.glob(path))] == []
+
+
+def test_commands_of_reproductions_have_valid_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "analysis"))
+    import reproduce
+
+    command = re.compile(r"^ {4}python analysis/reproduce.py (.*)$", re.MULTILINE)
+    found = [line for page in PAGES for line in command.findall(page.read_text(encoding="utf-8"))]
+    assert len(found) > 15
+    group: Any = typer.main.get_command(reproduce.app)
+    for name, *options in map(partial(shlex.split, comments=True), found):
+        group.commands[name].make_context(name, options)
 
 
 # ---- what the pages say of the code ----
