@@ -129,8 +129,8 @@ gpu: $(if $(filter .venv/bin/python,$(GPU_PYTHON)),.venv/gpu-ready)
 
 # ---- besides what constraints.txt pins: the newest of everything, as `pip install` brings it today ----
 
-# The unit tests, loaders with processes, and a run that must end without a word on stderr. torch is its CUDA build, with several GB of packages;
-# hence the pin stays with the last torch of which there is a CPU build at hand.
+# The unit tests, loaders with processes, and a run that must end without a word on stderr. torch is its CUDA build, with
+# several GB of packages; hence the pin stays with the last torch of which there is a CPU build at hand.
 newest:
 	test -x .venv-newest/bin/pip || $(PYTHON) -m venv --clear .venv-newest
 	.venv-newest/bin/python $(PIP) --upgrade --upgrade-strategy eager --editable '.[mpi,analysis,models,dev]'

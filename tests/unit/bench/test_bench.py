@@ -86,7 +86,8 @@ def test_targets_are_measured_once_and_in_order():
 
 
 def test_an_unknown_target_is_refused_with_the_allowed_ones():
-    with pytest.raises(JobError, match='"traced": must be one of transfers, .* with .*; did you mean tracing'):
+    message = r'"traced": must be one of transfers, .*, simulation with --device cpu; did you mean tracing\?$'
+    with pytest.raises(JobError, match=message):
         bench.main(["latency", "traced"])
 
 
