@@ -6,7 +6,8 @@ import math
 
 import numpy as np
 
-from hpcsync.audit.check import Check, check_all, describe_columns
+from hpcsync.audit.check import Check, Part, check_all, describe_columns
+from hpcsync.config.job import Script
 from hpcsync.trace.reader import Trace
 
 
@@ -60,6 +61,27 @@ def check_clocks(trace: Trace) -> list[Check]:
             (~ordered, describe_columns("/starts", starts, "start", "now_s", "seq")),
         )
     ]
+
+
+def check_absences(trace: Trace) -> Check:
+    """Check that there are no rows and values that the job cannot have.
+
+    Only runs without servers have exchanges and distances of replicas, only all-reduce has a mean gradient of all
+    workers, and only scripts state rates.
+    """
+    job, unfilled = trace.job, list[tuple[str, str]]()
+    if job.has_servers:
+        unfilled += [("exchanges", "worker"), ("evaluations", "consensus_distance")]
+    if not job.one_model or job.paradigm.separates_layers:
+        unfilled += [("exchanges", "mean_gradient_sq")]
+    if not isinstance(job.workload, Script):
+        unfilled += [("rates", "worker"), ("pushes", "lr"), ("exchanges", "lr")]
+    parts = list[Part]()
+    for table, column in unfilled:
+        rows = trace.tables[table]
+        if column in (rows.dtype.names or ()):  # some are not in traces of earlier releases
+            parts.append((~np.isnan(rows[column]), describe_columns(f"/{table}", rows, column)))
+    return check_all("only what the job can have is recorded", *parts)
 
 
 def check_link(trace: Trace) -> list[Check]:

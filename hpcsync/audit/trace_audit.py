@@ -19,7 +19,7 @@ from hpcsync.audit.batches import check_sizes
 from hpcsync.audit.bounds import check_bounds
 from hpcsync.audit.check import Check
 from hpcsync.audit.compression import check_payloads
-from hpcsync.audit.description import check_clocks, check_job, check_link, check_rows
+from hpcsync.audit.description import check_absences, check_clocks, check_job, check_link, check_rows
 from hpcsync.audit.gradient_norms import check_norms
 from hpcsync.audit.invariants import check_invariants
 from hpcsync.audit.peers import check_exchanges
@@ -55,7 +55,8 @@ def audit(trace: Trace | str | Path) -> list[Check]:
     if trace.altered:
         return whole  # anything may be in the rows
     try:
-        return [*whole, *check_clocks(trace), *(_check_served(trace) if trace.job.has_servers else _check_peers(trace))]
+        whole += [*check_clocks(trace), check_absences(trace)]
+        return [*whole, *(_check_served(trace) if trace.job.has_servers else _check_peers(trace))]
     except (ArithmeticError, LookupError, ValueError, AssertionError) as error:
         return [*whole, Check("rows can be followed", False, 0, f"{type(error).__name__}: {error}")]
 

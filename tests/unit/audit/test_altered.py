@@ -175,6 +175,19 @@ def test_every_kind_that_the_audit_finds(trace: Trace) -> None:
     assert [name for name, alter in kinds.items() if passes(alter(trace))] == []
 
 
+def test_what_the_job_cannot_have_is_found(trace: Trace) -> None:
+    forged = {"rates": with_rows(trace, "rates", np.zeros(1, trace.tables["rates"].dtype))}
+    forged["lr"] = column("steps", "lr", lambda lr: 0.1, MIDDLE)(trace)
+    if trace.job.has_servers:
+        forged["exchanges"] = with_rows(trace, "exchanges", np.zeros(1, trace.tables["exchanges"].dtype))
+        forged["distance"] = column("evaluations", "consensus_distance", lambda distance: 1.0, 1)(trace)
+    elif not trace.job.one_model:
+        forged["mean"] = column("exchanges", "mean_gradient_sq", lambda square: 1.0, MIDDLE)(trace)
+    name = "only what the job can have is recorded"
+    found = {key: [check.name for check in audit(other) if not check.passed] for key, other in forged.items()}
+    assert found == {key: [name] for key in forged}
+
+
 def test_every_kind_that_a_recomputation_finds(trace: Trace) -> None:
     altered = {name: alter(trace) for name, alter in RECOMPUTED.items()}
     if trace.job.paradigm.name == "easgd":

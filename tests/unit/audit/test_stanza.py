@@ -95,7 +95,7 @@ def test_a_trace_that_ends_after_any_row_passes():
 def test_check_names_are_unique(trace):
     checks = [check for check in audit(trace) if check.name != "all replicas have equal weights"]
     checks = [check for check in checks if check.name != "evaluations come when they are due"]  # there is none
-    assert len({check.name for check in checks}) == len(checks) == 25
+    assert len({check.name for check in checks}) == len(checks) == 26
     assert all(check.n_checked for check in checks)
 
 

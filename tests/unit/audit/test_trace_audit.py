@@ -169,7 +169,7 @@ def write(path, status="finished", n_updates=20, tamper=lambda table, row: row):
 def test_a_trace_that_passes(tmp_path, console):
     assert main(write(tmp_path / "t.h5"), console) == 0
     shown = console.export_text()
-    assert "all 38 checks passed" in shown
+    assert "all 39 checks passed" in shown
     assert "FAILED" not in shown
     assert max(map(len, shown.splitlines())) <= 80
 
@@ -177,7 +177,7 @@ def test_a_trace_that_passes(tmp_path, console):
 def test_the_folder_of_a_run_stands_for_its_trace(tmp_path, console):
     write(tmp_path / "trace.h5")
     assert main(tmp_path, console) == 0
-    assert "all 38 checks passed" in console.export_text()
+    assert "all 39 checks passed" in console.export_text()
 
 
 def test_an_unfinished_trace_is_reported(tmp_path, console):
@@ -193,7 +193,7 @@ def test_a_trace_that_fails(tmp_path, console):
     shown = console.export_text()
     assert "FAILED  staleness equals the recount" in shown
     assert "seq 5 has staleness" in " ".join(shown.split())
-    assert "1 of 38 checks failed" in shown
+    assert "1 of 39 checks failed" in shown
 
 
 def test_a_file_that_is_not_a_trace(tmp_path, console, capsys):

@@ -265,7 +265,7 @@ def test_the_command(trace: Trace, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["audit", str(trace.path.parent), "--recompute"])
     assert result.exit_code == 0
     assert all(name in result.stdout for name in (ROWS, WEIGHTS))
-    assert "all 39 checks passed" in result.stdout
+    assert "all 40 checks passed" in result.stdout
     gossip = trained(tmp_path, job({"name": "gossip", "mode": "pull"}))
     assert CliRunner().invoke(app, ["audit", str(gossip.path), "--recompute"]).exit_code == 0, "simulated again"
     with h5py.File(gossip.path, "r+") as file:
