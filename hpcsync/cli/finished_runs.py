@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hpcsync.cli import grid
 from hpcsync.config import job as jobs
 from hpcsync.config.errors import JobError
+from hpcsync.system.atomic_files import is_folder
 
 if TYPE_CHECKING:
     from hpcsync.report.summary import Summary
@@ -71,7 +71,7 @@ def traces(paths: Iterable[Path]) -> list[Path]:
 
 
 def _traces(path: Path) -> list[Path]:
-    if not os.path.isdir(path):  # not Path.is_dir, which raises where it may not look
+    if not is_folder(path):
         return [path]
     found = [path / "trace.h5"] if (path / "trace.h5").exists() else sorted(path.rglob("trace.h5"))
     if not found:

@@ -21,6 +21,7 @@ from hpcsync.config.job import Job
 from hpcsync.config.user_code import import_beside, user_code
 from hpcsync.run_dir import lock
 from hpcsync.system import allocation, garbage, gpu_selection, launcher
+from hpcsync.system.atomic_files import is_folder
 from hpcsync.system.process_cleanup import Will
 from hpcsync.system.signals import TO_BE_RESUMED, Interrupted, Terminated, ending_at_once, interrupt, on_signals
 
@@ -298,7 +299,7 @@ def show(path: Path, overrides: Sequence[str], *, load: bool) -> None:
     TraceError
         If the trace cannot be read.
     """
-    if os.path.isdir(path) or path.suffix == ".h5":  # not Path.is_dir, which raises where it may not look
+    if is_folder(path) or path.suffix == ".h5":
         if overrides or load:
             raise JobError(
                 f"{'--set' if overrides else '--load'}: must come with a job file: {path} is a run that has been made"

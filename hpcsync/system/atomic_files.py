@@ -101,6 +101,11 @@ def removing(path: Path) -> Iterator[None]:
         raise
 
 
+def is_folder(path: Path) -> bool:
+    """Return whether there is such a folder; False, unlike Path.is_dir, where the system refuses to look."""
+    return os.path.isdir(path)
+
+
 def aside(path: Path) -> Path:
     """Return a free name to move a file to: trace.lost-1.h5 for trace.h5, or the next number."""
     return next(p for i in itertools.count(1) if not (p := path.with_suffix(f".lost-{i}{path.suffix}")).exists())

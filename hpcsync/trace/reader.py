@@ -16,6 +16,7 @@ import h5py
 import numpy as np
 
 from hpcsync.config.errors import printable
+from hpcsync.system.atomic_files import is_folder
 from hpcsync.trace.schema import (
     ADDED,
     ATTRIBUTES,
@@ -226,7 +227,7 @@ class TraceFile(_Described):
 def trace_path(path: str | Path) -> Path:
     """Return the trace file: `path`, or the trace in it if `path` is the folder of a run."""
     path = Path(path)
-    return path / "trace.h5" if os.path.isdir(path) else path  # not Path.is_dir, which raises where it may not look
+    return path / "trace.h5" if is_folder(path) else path
 
 
 @contextmanager

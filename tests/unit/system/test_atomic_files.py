@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcsync.system.atomic_files import NotWritten, try_to_write, whole
+from hpcsync.system.atomic_files import NotWritten, is_folder, try_to_write, whole
 
 
 def test_a_file_is_replaced_once_it_is_complete(tmp_path: Path) -> None:
@@ -69,3 +69,10 @@ def test_whether_a_file_can_be_written_is_known_before(tmp_path: Path, monkeypat
     assert refusal(tmp_path / "new") == f"{tmp_path / 'new'}: Permission denied"
     assert refusal(file) == f"{file}: Permission denied"
     assert (file.read_text(), {path.name for path in tmp_path.iterdir()}) == ("old", {"file", "pipe"})
+
+
+def test_what_the_system_refuses_to_look_for_is_no_folder(tmp_path: Path) -> None:
+    """A name that is too long is refused to root too."""
+    (tmp_path / "file").touch()
+    assert is_folder(tmp_path)
+    assert not any(is_folder(tmp_path / name) for name in ("file", "absent", "x" * 300))
