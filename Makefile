@@ -157,7 +157,8 @@ format: .venv/ready
 	.venv/bin/ruff format .
 
 clean:
-	rm -rf .venv .venv-mpich .venv-newest .venv-oldest .venv-scripts build docs/_build *.egg-info .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-mpich .venv-newest .venv-oldest .venv-scripts build dist docs/_build docs/_generated gpu.json *.egg-info \
+	    .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 .PHONY: run test venv check unit slurm slurm-.venv slurm-.venv-mpich ranks ranks-.venv ranks-.venv-mpich wheel-check scripts benchmarks docs/benchmarks.json gpu newest oldest docs format clean

@@ -2,6 +2,8 @@
 
 import configparser
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 from hpcsync import __version__
@@ -31,3 +33,13 @@ def test_the_guide_names_files_that_exist() -> None:
     assert [name for name in sorted(named) if "NAME" not in name and not (ROOT / name).exists()] == []
     for module, names in re.findall(r"`(\w+)` (?:and `\w+` )?in\s+`(hpcsync/[\w/.]+\.py)`", text):
         assert module in (ROOT / names).read_text(), module
+
+
+def test_make_clean_deletes_all_that_git_ignores_but_results(tmp_path: Path) -> None:
+    results = ["beside_real", "beside_recording", "extrapolation", "failures", "figures", "reproductions", "runs"]
+    for line in (ROOT / ".gitignore").read_text().split():
+        (tmp_path / line.strip("/").replace("*", "hpcsync")).mkdir(parents=True)
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    subprocess.run(["make", "clean"], cwd=tmp_path, check=True, capture_output=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["Makefile", "docs", *results])
+    assert not any((tmp_path / "docs").iterdir())
