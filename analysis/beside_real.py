@@ -9,8 +9,8 @@ written to FOLDER/beside_real.csv (a new folder each time). The exit status is 1
 run's own trace is off by more than 5 %.
 
 With --hosts the ranks are on hosts with shaped links, and the simulation has the link as it was measured
-(`beside_hosts.py`); FOLDER/beside_hosts.csv has the results. The exit status is 1 if samples a second are off by more
-than 5 % or waiting by more than 3 percentage points.
+(`beside_hosts.py`); FOLDER/beside_hosts.csv has the results. Finished runs stay in the folder and are not repeated. The
+exit status is 1 if samples a second are off by more than 5 % or waiting by more than 3 percentage points.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+import arguments
 import beside_hosts
 from hpcsync.report.trace_pair import compare
+from hpcsync.system.namespaces import Unavailable
 from hpcsync.trace.reader import load
 
 JOBS = Path(__file__).parents[1] / "jobs"
@@ -41,21 +43,34 @@ SETTINGS = (  # one worker is half as fast, and nobody stops early
 
 
 def main(
-    seeds: Annotated[int, typer.Option(help="Runs of each paradigm.")] = 3,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each paradigm.")] = 3,
     out: Annotated[Path, typer.Option("-o", help="Folder for the runs and the table.")] = Path("beside_real"),
     hosts: Annotated[bool, typer.Option("--hosts", help="On four hosts with shaped links; needs root.")] = False,
-    only: Annotated[list[str] | None, typer.Option(help="With --hosts: these paradigms.")] = None,
-    rate: Annotated[list[str] | None, typer.Option(help="With --hosts: links of this rate.")] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(callback=arguments.among(beside_hosts.METHODS), help="With --hosts: these paradigms."),
+    ] = None,
+    rate: Annotated[
+        list[str] | None,
+        typer.Option(callback=arguments.among(beside_hosts.RATES), help="With --hosts: links of this rate."),
+    ] = None,
 ) -> None:
     if hosts:
-        frame = beside_hosts.compare_on_hosts(
-            only or list(beside_hosts.METHODS), rate or list(beside_hosts.RATES), range(1, seeds + 1), out
-        )
+        arguments.writable(out / "beside_hosts.csv")
+        try:
+            frame = beside_hosts.compare_on_hosts(
+                only or list(beside_hosts.METHODS), rate or list(beside_hosts.RATES), range(1, seeds + 1), out
+            )
+        except Unavailable as error:
+            raise typer.BadParameter(str(error), param_hint="--hosts") from None
         frame.to_csv(out / "beside_hosts.csv", index=False)
         Console(width=120).print(beside_hosts.table(frame))
         missed = beside_hosts.misses(frame)
         print(f"{len(missed)} of {len(frame)} runs miss an aim")
         raise typer.Exit(int(len(missed) > 0))
+    if only or rate:
+        raise typer.BadParameter("must come with --hosts", param_hint="--only" if only else "--rate")
+    arguments.new(out).mkdir(parents=True)
     rows = []
     for seed in range(1, seeds + 1):
         for paradigm in PARADIGMS:
@@ -122,4 +137,4 @@ def table(title: str, frame: pandas.DataFrame) -> Table:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    arguments.run(main)

@@ -21,6 +21,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+import arguments
 from hpcsync.simulator.what_if import study
 from hpcsync.trace.reader import load
 
@@ -40,11 +41,11 @@ WIDE = {"width": 32_768, "pad_s": [0.1, 0.1, 0.2], "load_s": 0.004, "samples": 3
 
 
 def main(
-    rounds: Annotated[int, typer.Option(help="Recordings, each with a run of every paradigm.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="Recordings, each with a run of every paradigm.")] = 3,
     wide: Annotated[bool, typer.Option("--wide", help="A model of 10 MB in place of 77 kB.")] = False,
     out: Annotated[Path, typer.Option("-o", help="Folder for the runs and the table.")] = Path("beside_recording"),
 ) -> None:
-    out.mkdir(parents=True)
+    arguments.new(out).mkdir(parents=True)
     settings = WIDE if wide else NARROW
     rows = [row for i in range(rounds) for row in one_round(settings, out / str(i))]
     frame = pandas.DataFrame(rows)
@@ -98,4 +99,4 @@ def table(frame: pandas.DataFrame) -> Table:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    arguments.run(main)

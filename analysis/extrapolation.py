@@ -24,6 +24,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+import arguments
 from hpcsync.config.job import Job
 from hpcsync.report.advice import prediction
 from hpcsync.run_dir import layout
@@ -51,10 +52,11 @@ def main(
     clusters: Annotated[int, typer.Option(min=2, help="Clusters of each kind.")] = 25,
     out: Annotated[Path, typer.Option("-o", help="Folder for the table.")] = Path("extrapolation"),
 ) -> None:
+    file = arguments.new(out / f"extrapolation-{measured}.csv")
     rows = [row for kind in KINDS for number in range(clusters) for row in predictions(kind, number, measured)]
     frame = pd.DataFrame(rows)
     out.mkdir(parents=True, exist_ok=True)
-    frame.to_csv(out / f"extrapolation-{measured}.csv", index=False, float_format="%.5g")
+    frame.to_csv(file, index=False, float_format="%.5g")
     Console().print(table(frame, measured))
 
 
@@ -141,4 +143,4 @@ def table(frame: pd.DataFrame, measured: int) -> Table:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    arguments.run(main)

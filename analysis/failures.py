@@ -26,6 +26,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+import arguments
 from hpcsync.config.job import Job
 from hpcsync.figures import plotting
 from hpcsync.simulator.simulate import simulate
@@ -53,6 +54,7 @@ def main(
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each setting.")] = 3,
     out: Annotated[Path, typer.Option("-o", help="Folder for the table and the figure.")] = Path("failures"),
 ) -> None:
+    arguments.new(out / "failures.csv")
     frame = pd.DataFrame([row for seed in range(1, seeds + 1) for row in durations(seed)])
     frame["cost"] = frame["hours"] / frame.groupby(["method", "seed"])["undisturbed_hours"].transform("first") - 1
     out.mkdir(parents=True, exist_ok=True)
@@ -223,4 +225,4 @@ def table(frame: pd.DataFrame, event: str) -> Table:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    arguments.run(main)

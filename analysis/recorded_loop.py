@@ -7,23 +7,24 @@ hpcsync launch -n 4 -- python analysis/recorded_loop.py connect '{"out": ..., "p
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed as dist
+import typer
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+import arguments
 import hpcsync
 
 BATCH = 32
 
 
-def main(how: str, given: str) -> None:
-    """Train as `how` says, with the settings `given` in JSON."""
+def main(how: Literal["record", "connect"], given: Annotated[str, typer.Argument(metavar="SETTINGS")]) -> None:
+    """Train as `how` says, with the settings in JSON."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     settings = json.loads(given)
@@ -76,4 +77,4 @@ def _loss(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, pad_s: 
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    arguments.run(main)

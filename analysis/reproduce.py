@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+import arguments
 from reproductions import advise as advice_regret
 from reproductions import ashl as ashl_paper
 from reproductions import (
@@ -35,9 +36,24 @@ from reproductions import text as harder
 
 CORES = len(os.sched_getaffinity(0))
 
-app = typer.Typer(help=__doc__, add_completion=False, no_args_is_help=True)
+app = typer.Typer(help=__doc__, no_args_is_help=True, **arguments.PLAIN)
 
-Out = Annotated[Path | None, typer.Option("-o", "--out", help="Default: reproductions/NAME.")]
+
+def writable(out: Path | None) -> Path | None:
+    arguments.writable((out or Path("reproductions")) / "claims.csv")
+    return out
+
+
+def known(patterns: list[str] | None) -> list[str] | None:
+    """Refuse a pattern that no setting has."""
+    names = [str(setting) for setting in advice_regret.settings()]
+    for pattern in patterns or ():
+        if not any(fnmatch(name, pattern) for name in names):
+            raise typer.BadParameter(f"{pattern}: must be or match one of {'; '.join(names)}")
+    return patterns
+
+
+Out = Annotated[Path | None, typer.Option("-o", "--out", callback=writable, help="Default: reproductions/NAME.")]
 Seeds = Annotated[int, typer.Option(min=1, help="Runs of each experiment.")]
 Processes = Annotated[int, typer.Option(min=1, help="Simulations at a time.")]
 
@@ -55,6 +71,7 @@ def dssp(
     real: Annotated[bool, typer.Option("--real", help="Four points of the map on real ranks, one at a time.")] = False,
 ) -> None:
     """Dynamic stale synchronous parallel (Zhao et al., ICDCS 2019)."""
+    arguments.at_most_one(map=by_map, real=real)
     if real:
         dssp_map_real.reproduce(out or Path("reproductions/dssp-real"), seeds, Console())
     elif by_map:
@@ -89,6 +106,7 @@ def k_sync(
     load: Annotated[bool, typer.Option("--load", help="Predictors that know the CPU load, on recorded times.")] = False,
 ) -> None:
     """Adaptive k and batch sizes by speed (Yu et al., HPCC 2019), and k by the loss (Dutta et al., AdaSync, 2020)."""
+    arguments.at_most_one(real=real, long=long, load=load)
     if real:
         first_k_real.reproduce(out or Path("reproductions/k-sync-real"), seeds, Console())
     elif long:
@@ -112,6 +130,7 @@ def ashl(
     ] = False,
 ) -> None:
     """ASHL (Shen et al., 2024) and ADSP (Hu, Wang and Wu, 2020)."""
+    arguments.at_most_one(searches=searches, readings=readings)
     if readings:
         ashl_paper.reproduce_readings(out or Path("reproductions/ashl-readings"), seeds, processes, Console())
         return
@@ -130,6 +149,7 @@ def stanza(
     learning: Annotated[bool, typer.Option("--learning", help="With real gradients: accuracy against time.")] = False,
 ) -> None:
     """Stanza (Wu, Xu, Li and Xiong, 2018)."""
+    arguments.at_most_one(real=real, learning=learning)
     if real:
         stanza_real.reproduce(out or Path("reproductions/stanza-real"), seeds, Console())
     elif learning:
@@ -174,7 +194,8 @@ def advise(
     seeds: Seeds = 3,
     processes: Processes = 1,
     only: Annotated[
-        list[str] | None, typer.Option(metavar="SETTING", help="Such as digits-equal-0 or 'text-*'; all else.")
+        list[str] | None,
+        typer.Option(callback=known, metavar="SETTING", help="Such as digits-equal-0 or 'text-*'; all else."),
     ] = None,
     shuffled: Annotated[
         bool, typer.Option("--shuffled", help="Advise from shuffled times too, as a negative control.")

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 import time
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+import typer
 from mpi4py import MPI
 
 SMALL, LARGE = 8, 16_000_000  # bytes
@@ -46,15 +47,16 @@ def both_ways_s(comm: MPI.Intracomm, n_bytes: int, times: int) -> float:
     return statistics.median(found)
 
 
-def main(out: str, size: str = str(LARGE)) -> None:
-    comm, large = MPI.COMM_WORLD, int(size)
+def main(out: Path, size_bytes: Annotated[int, typer.Argument(min=1)] = LARGE) -> None:
+    comm = MPI.COMM_WORLD
     latency_s = one_way_s(comm, SMALL, SMALL_TIMES)
-    large_s = one_way_s(comm, large, LARGE_TIMES)
-    both_s = both_ways_s(comm, large, LARGE_TIMES)
+    large_s = one_way_s(comm, size_bytes, LARGE_TIMES)
+    both_s = both_ways_s(comm, size_bytes, LARGE_TIMES)
     if comm.rank == 0:
-        gbit, both_gbit = (8e-9 * large / (seconds - latency_s) for seconds in (large_s, both_s))
+        gbit, both_gbit = (8e-9 * size_bytes / (seconds - latency_s) for seconds in (large_s, both_s))
         found = {"latency_us": 1e6 * latency_s, "bandwidth_gbit": gbit, "both_ways_gbit": both_gbit}
-        Path(out).write_text(json.dumps(found))
+        out.write_text(json.dumps(found))
 
 
-main(*sys.argv[1:])
+if __name__ == "__main__":
+    typer.run(main)

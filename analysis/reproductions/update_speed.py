@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 import time
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import torch
+import typer
 
 from hpcsync.training.optimizers import OptimizerSpec
 from hpcsync.training.parameter_store import Store, n_buffers, row_size
@@ -36,9 +37,10 @@ def update_s(size: int) -> float:
     return statistics.median(found)
 
 
-def main(out: str, size_bytes: str) -> None:
-    size = int(size_bytes) // 4
-    Path(out).write_text(json.dumps({"update_gbytes_per_s": 4e-9 * size / update_s(size)}))
+def main(out: Path, size_bytes: Annotated[int, typer.Argument(min=4)]) -> None:
+    size = size_bytes // 4
+    out.write_text(json.dumps({"update_gbytes_per_s": 4e-9 * size / update_s(size)}))
 
 
-main(*sys.argv[1:])
+if __name__ == "__main__":
+    typer.run(main)

@@ -100,5 +100,5 @@ def test_a_time_that_is_off_or_missing_fails(
     monkeypatch.setattr(beside_real, "beside", beside)
     monkeypatch.setattr(beside_real, "table", lambda *_: "")
     with pytest.raises(typer.Exit) as ended:
-        beside_real.main(1, tmp_path, False, None, None)
+        beside_real.main(1, tmp_path / "new", False, None, None)
     assert ended.value.exit_code == status
