@@ -110,13 +110,17 @@ class Sparse(Codec):
         return 8 + (end - begin) * self.dtype.itemsize
 
     def nominal_bytes(self, begin: int, end: int, ratio: float = math.nan) -> int:
-        """Return the usual number of bytes of a payload."""
+        """Return the usual number of bytes of a payload. Those of all parts of the vector have all its elements."""
         counts = self.counts(self.ratio if math.isnan(ratio) else ratio)
         if counts is None:
             return self.capacity(begin, end)
-        sizes = self.layout.sizes
-        count = sum((last - first) * counts[i] / sizes[i] for i, first, last in self.layout.pieces(begin, end))
-        return min(8 + round(count) * (self.dtype.itemsize + 4), self.capacity(begin, end))
+
+        def before(end: int) -> int:
+            pieces = self.layout.pieces(0, end)
+            return round(sum((last - first) * counts[i] / self.layout.sizes[i] for i, first, last in pieces))
+
+        count = before(end) - before(begin)
+        return min(8 + count * (self.dtype.itemsize + 4), self.capacity(begin, end))
 
 
 class TopK(Sparse):

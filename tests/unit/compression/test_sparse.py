@@ -73,6 +73,13 @@ def test_a_payload_takes_a_position_and_a_value_for_each(dtype, itemsize):
     assert codec.nominal_bytes(0, 5_000) == 8 + 50 * (itemsize + 4)
 
 
+@pytest.mark.parametrize("ends", [(334, 667, 1000), (1, 2, 3, 1000), (64, 512, 900, 950, 1000)])
+def test_payloads_of_all_parts_have_as_many_elements_as_the_whole(ends):
+    codec = create("top-k", TensorLayout([(30, 30), (100, 1)]), np.float32, ratio=0.05)
+    parts = [codec.nominal_bytes(begin, end) - 8 for begin, end in zip((0, *ends), ends, strict=False)]
+    assert sum(parts) == codec.nominal_bytes(0, 1000) - 8
+
+
 def test_a_ratio_counts_once_and_from_a_half_on_everything_is_sent():
     layout = TensorLayout([(100, 100)])
     codec = create("top-k", layout, np.float32, ratio=0.01, error_feedback=False)
