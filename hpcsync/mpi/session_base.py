@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
 import signal
@@ -346,7 +347,8 @@ class RankSession(Session):
     def _fail(self, error: BaseException) -> None:
         """Print the error and notify rank 0, before the job is ended."""
         error = of_user(self._job, error)
-        if isinstance(error, WithoutBatch):
+        # A file is missing where rank 0 has failed and deleted the unfinished checkpoint.
+        if isinstance(error, WithoutBatch) or (isinstance(error, NotWritten) and error.errno == errno.ENOENT):
             launch_output.let_rank_0_report(self.rank, self._comm.size)
         if isinstance(error, RankFailed):
             launch_output.print_at_once(f"hpcsync: rank {self.rank} cannot continue: {error}")

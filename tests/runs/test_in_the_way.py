@@ -103,6 +103,41 @@ def test_a_disk_without_room_for_a_checkpoint(folder: Path) -> None:
     assert intact(folder / "copy" / "trace.h5").status == "failed"
 
 
+ABANDONED = """
+import errno, time, torch, hpcsync
+from hpcsync.run_dir.checkpoint import Checkpoints
+from hpcsync.system.atomic_files import NotWritten
+
+write = Checkpoints.write
+
+def after_rank_0(self, number, name, state):
+    folder = self.folder / "checkpoints" / f"{number}.unfinished"
+    if name == "worker-0":
+        raise NotWritten(errno.ENOSPC, "No space left on device", str(folder / name))
+    while folder.exists():
+        time.sleep(0.01)
+    write(self, number, name, state)
+
+Checkpoints.write = after_rank_0
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+with hpcsync.connect(model, optimizer, "allreduce", out="out", checkpoint={"updates": 2}) as sync:
+    for x in sync.shard(torch.utils.data.DataLoader(torch.ones(64, 3), batch_size=4)):
+        optimizer.zero_grad()
+        model(x).mean().backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.once
+def test_of_a_checkpoint_that_rank_0_has_abandoned_only_the_cause_is_told(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(ABANDONED)
+    program = ended(hpcsync("launch", "-n", "3", "--", "python", "train.py"), cwd=tmp_path)
+    assert program.status == 1, program.err
+    (line,) = said(program)
+    assert f"out/checkpoints/1.unfinished/worker-0: {FULL}; the trace so far is " in line
+
+
 WINDOWS = "mount -t tmpfs -o size={} tmpfs /dev/shm"
 
 
