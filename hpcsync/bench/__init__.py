@@ -26,6 +26,7 @@ from hpcsync.bench.machine import machine, versions
 from hpcsync.config.errors import JobError, did_you_mean, shown
 from hpcsync.mpi.transport.window_trials import reason, rehearse, serving
 from hpcsync.system import gpu_selection, launcher
+from hpcsync.system.interpreter import python
 from hpcsync.system.namespaces import Hosts, Unavailable
 from hpcsync.version import __version__
 
@@ -266,7 +267,7 @@ def measure(target: Target, device: str = "cpu", kind: str = "host") -> tuple[st
         return "", module.measure(device) if len(target.devices) > 1 else module.measure()
     with tempfile.TemporaryDirectory() as folder:
         result, output = Path(folder) / "result.json", Path(folder) / "output"
-        argv = ["python", "-m", "mpi4py", "-m", f"{__name__}.rank", target.module, str(result)]
+        argv = python("-m", "mpi4py", "-m", f"{__name__}.rank", target.module, str(result))
         argv += [device, kind] if target.windows else []
         with open(output, "wb") as file, _environment(target, kind) as given:
             ended = launcher.launch(target.ranks, argv, timeout_s=target.timeout_s, output=file, given=given)

@@ -7,7 +7,6 @@ import json
 import math
 import re
 import subprocess
-import sys
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 from hpcsync.config import job as jobs
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
+from hpcsync.system.interpreter import python
 
 CHOICES = (  # keys among whose values a user chooses; all others describe what is trained and on which cluster
     "optimizer",
@@ -281,7 +281,7 @@ def _execute(path: Path, run: Run, processes: list[subprocess.Popen[bytes]], *, 
     if finished(run):  # meanwhile, by another such command
         return 0
     run.folder.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "hpcsync", "simulate" if simulated else "run", str(path)]
+    command = python("-m", "hpcsync", "simulate" if simulated else "run", str(path))
     command += [word for override in run.overrides for word in ("--set", override)]
     command += ["--out", str(run.folder), *(["--resume"] if not simulated and run.folder.exists() else [])]
     with run.folder.with_name(f"{run.folder.name}.log").open("a", encoding="utf-8") as log:

@@ -22,6 +22,7 @@ from hpcsync.config.user_code import import_beside, user_code
 from hpcsync.run_dir import lock
 from hpcsync.system import allocation, garbage, gpu_selection, launcher
 from hpcsync.system.atomic_files import is_folder
+from hpcsync.system.interpreter import python
 from hpcsync.system.process_cleanup import Will
 from hpcsync.system.signals import TO_BE_RESUMED, Interrupted, Terminated, ending_at_once, interrupt, on_signals
 
@@ -148,7 +149,7 @@ def _run(
     folder = layout.choose(job, out, before)
     held = lock.hold(folder)
     assert held is not None, "this process is no rank"
-    argv = ["python", "-m", "mpi4py", "-m", "hpcsync", "run", str(path)]
+    argv = python("-m", "mpi4py", "-m", "hpcsync", "run", str(path))
     for override in overrides:
         argv += ["--set", override]
     argv += ["--lock", held.owner.token, "-n", str(n_ranks), "--out", str(folder), *(["--resume"] if resume else [])]
@@ -277,7 +278,7 @@ def simulate(
 def _settling(folder: Path) -> list[str]:
     """Return a command that settles a run whose parent was killed."""
     code = "import sys, pathlib, hpcsync.run_dir.unfinished as runs; runs.close(pathlib.Path(sys.argv[1]), sys.argv[2])"
-    return [sys.executable, "-c", code, str(folder.absolute()), "interrupted"]
+    return python("-c", code, str(folder.absolute()), "interrupted")
 
 
 def show(path: Path, overrides: Sequence[str], *, load: bool) -> None:

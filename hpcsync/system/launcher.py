@@ -25,6 +25,7 @@ from types import FrameType
 from typing import IO, NamedTuple
 
 from hpcsync.system import process_cleanup
+from hpcsync.system.interpreter import python
 from hpcsync.system.launch_output import Output
 from hpcsync.system.parent_death import end_with_parent
 from hpcsync.system.process_cleanup import MARK, NO_WILL, Will
@@ -259,7 +260,7 @@ def _between_nodes(environ: Mapping[str, str]) -> dict[str, str]:
 @functools.cache
 def mpi_library() -> str:
     """Return the version text of this Python's MPI library, from another process; "" without mpi4py."""
-    argv = [sys.executable, "-m", "mpi4py", "--mpi-lib-version"]
+    argv = python("-m", "mpi4py", "--mpi-lib-version")
     return subprocess.run(argv, capture_output=True, text=True, check=False).stdout
 
 

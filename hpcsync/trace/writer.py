@@ -18,7 +18,6 @@ from __future__ import annotations
 import errno
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,6 +32,7 @@ import numpy as np
 
 from hpcsync.paradigms.records import layout
 from hpcsync.system.atomic_files import aside, naming, removing
+from hpcsync.system.interpreter import python
 from hpcsync.trace.schema import (
     CHECKSUM,
     ENUMS,
@@ -421,7 +421,7 @@ def _settle_elsewhere(path: Path, status: str) -> None:
     code = "import sys; from hpcsync.trace.reader import settle; settle(*sys.argv[1:])"
     quiet = subprocess.DEVNULL
     with suppress(OSError, subprocess.SubprocessError):
-        argv = [sys.executable, "-c", code, str(path), status]
+        argv = python("-c", code, str(path), status)
         subprocess.run(argv, timeout=SETTLE_S, stdin=quiet, stdout=quiet, stderr=quiet, check=False)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -136,6 +137,15 @@ def test_of_a_checkpoint_that_rank_0_has_abandoned_only_the_cause_is_told(tmp_pa
     assert program.status == 1, program.err
     (line,) = said(program)
     assert f"out/checkpoints/1.unfinished/worker-0: {FULL}; the trace so far is " in line
+
+
+@pytest.mark.once
+def test_files_that_are_named_as_modules_of_python_do_not_stop_the_ranks(tmp_path: Path) -> None:
+    for name in ("types", "mpi4py", "random", "torch"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('imported')")
+    program = ended([sys.executable, "-P", *hpcsync("run", job(tmp_path), "--out", "out")[1:]], cwd=tmp_path)
+    assert (program.status, said(program)) == (0, []), program.err
+    intact(tmp_path / "out" / "trace.h5")
 
 
 WINDOWS = "mount -t tmpfs -o size={} tmpfs /dev/shm"

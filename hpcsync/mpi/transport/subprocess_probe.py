@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from hpcsync.system import gpu_selection, launcher, process_cleanup
+from hpcsync.system.interpreter import python
 
 LIMIT_S = 120.0  # two ranks that load torch on busy cores need a minute
 BUSY_S = 0.5
@@ -76,7 +77,7 @@ def probe(name: str, *arguments: str, ranks: int = 0) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         runner = ["-m", "mpi4py"] if ranks else []  # ends all ranks when one fails
-        argv = [sys.executable, *runner, "-m", "hpcsync.mpi.transport.subprocess_probe", name, str(result), *arguments]
+        argv = python(*runner, "-m", "hpcsync.mpi.transport.subprocess_probe", name, str(result), *arguments)
         with open(Path(folder) / "output", "w+b") as output:
             if ranks:
                 ended = launcher.launch(ranks, argv, timeout_s=LIMIT_S, output=output)

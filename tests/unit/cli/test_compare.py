@@ -55,14 +55,14 @@ class Commands:
         monkeypatch.setattr(grid, "subprocess", SimpleNamespace(Popen=self._open, DEVNULL=None))
 
     def _open(self, command: list[str], **files: Any) -> Commands:
-        assert command[1:4] == ["-m", "hpcsync", "simulate"]
+        assert command[1:5] == ["-P", "-m", "hpcsync", "simulate"]
         overrides = [command[i + 1] for i, word in enumerate(command) if word == "--set"]
         folder = command[command.index("--out") + 1]
         self.folders.append(folder)
         self._status = (
             1
             if self.failing and self.failing in folder
-            else run.simulate(Path(command[4]), overrides, Path(folder), None)
+            else run.simulate(Path(command[5]), overrides, Path(folder), None)
         )
         return self
 

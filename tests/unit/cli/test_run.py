@@ -73,7 +73,7 @@ def ranks(path: Path, monkeypatch: pytest.MonkeyPatch) -> Ranks:
 
 def test_command_line_of_the_ranks(path: Path, ranks: Ranks) -> None:
     assert run.run(path, ["seed=5", "optimizer.lr=0.2"], 5, Path("o")) == 0
-    program = "5 python -m mpi4py -m hpcsync run".split()
+    program = f"5 {sys.executable} -P -m mpi4py -m hpcsync run".split()
     settings = ["--set", "seed=5", "--set", "optimizer.lr=0.2", "--lock", ranks.token, "-n", "5", "--out", "o"]
     assert ranks.command == [*program, str(path), *settings]
     assert not Path("o", lock.NAME).exists()
