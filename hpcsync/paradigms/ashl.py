@@ -66,6 +66,7 @@ LOSS_BETA = 0.1  # weight of the newest commit in the loss
 CHECKS = 5  # length of a plateau in checks of the loss, one check per n_workers commits or per evaluation
 
 _NO_TIMES = (math.nan,) * 4
+_NO_LOSS = (math.nan,)
 
 _new_decision = partial(tuple.__new__, Decision)  # from all fields, in half the time that `Decision` takes
 
@@ -344,8 +345,9 @@ class ASHL(Paradigm):
         steps_preset, ratio_preset = self._presets[self.stage]
         active = sorted(self._progress.active)
         # For a thousand workers these are three thousand rows, so loops are left to C where they can be.
-        profiles = [WorkerProfile(*map(_median, self._times_s[i].values())) for i in active]
-        inputs = [(*profile, math.nan) for profile in profiles]
+        medians = [_median(times_s) for i in active for times_s in self._times_s[i].values()]
+        profiles = [*map(WorkerProfile._make, zip(*[iter(medians)] * len(WorkerProfile._fields), strict=True))]
+        inputs = [profile + _NO_LOSS for profile in profiles]
         steps = local_steps(profiles, steps_preset)
         self._steps = dict(zip(active, steps, strict=True))
         rows = [*map(_new_decision, zip(repeat("local-steps"), active, map(float, steps), inputs))]
@@ -366,10 +368,8 @@ class ASHL(Paradigm):
 
 def _median(times_s: Collection[float]) -> float:
     """Return the median, 0 of nothing; as `statistics.median`, which takes twice as long for so few."""
-    ordered, half = sorted(times_s), len(times_s) // 2
-    if len(ordered) % 2:
-        return ordered[half]
-    return (ordered[half - 1] + ordered[half]) / 2 if ordered else 0.0
+    ordered, n = sorted(times_s), len(times_s)
+    return (ordered[(n - 1) // 2] + ordered[n // 2]) / 2 if n else 0.0
 
 
 SHEN = Reference(

@@ -56,11 +56,11 @@ def local_steps(profiles: Sequence[WorkerProfile], preset: int) -> list[int]:
         Rounded to the nearest integer, halves up, so that no worker is off by more than half a step; at least `preset`.
         A worker whose steps take no time gets `preset`.
     """
-    comm_s = [one.push_s + one.pull_s for one in profiles]
-    last_s = max(one.iteration_s * preset + comm for one, comm in zip(profiles, comm_s, strict=True))
+    times_s = [(step_s, push_s + pull_s) for step_s, push_s, pull_s, _ in profiles]
+    last_s = max([step_s * preset + comm_s for step_s, comm_s in times_s])
     steps = []
-    for one, comm in zip(profiles, comm_s, strict=True):
-        fitting = (last_s - comm) / one.iteration_s if one.iteration_s > 0 else math.inf
+    for step_s, comm_s in times_s:
+        fitting = (last_s - comm_s) / step_s if step_s > 0 else math.inf
         # The closed form is at least `preset` except for rounding errors.
         steps.append(max(math.floor(fitting + 0.5), preset) if math.isfinite(fitting) else preset)
     return steps
@@ -92,8 +92,13 @@ def ratios(profiles: Sequence[WorkerProfile], steps: Sequence[int], preset: floa
     list of float
         At least `preset`; 1 for a worker that has time for a whole push, or whose push takes no time.
     """
-    rest_s = [one.iteration_s * n + one.encode_s + one.pull_s for one, n in zip(profiles, steps, strict=True)]
-    last_s = max(rest + one.push_s * (cost * preset) for one, rest in zip(profiles, rest_s, strict=True))
-    times = [(last_s - rest, one.push_s) for one, rest in zip(profiles, rest_s, strict=True)]
+    times_s = [
+        (step_s * n + encode_s + pull_s, push_s)
+        for (step_s, push_s, pull_s, encode_s), n in zip(profiles, steps, strict=True)
+    ]
+    last_s = max([rest_s + push_s * (cost * preset) for rest_s, push_s in times_s])
     # Below `preset` only by a rounding error.
-    return [max(left_s / (cost * push_s), preset) if left_s < push_s else 1.0 for left_s, push_s in times]
+    return [
+        max(left_s / (cost * push_s), preset) if (left_s := last_s - rest_s) < push_s else 1.0
+        for rest_s, push_s in times_s
+    ]
