@@ -69,7 +69,7 @@ class _Buffer:
         self._fields = dict(dtype.fields or {})
         self._pack_into = packer.pack_into
         self._row_bytes = packer.size
-        self._has_text = any("S" in column for column in columns)
+        self._text = [i for i, column in enumerate(columns) if "S" in column]
         self._hold(np.zeros(DUE_ROWS, dtype))
 
     def _hold(self, rows: Rows) -> None:
@@ -80,8 +80,11 @@ class _Buffer:
         """Pack one row; text is encoded."""
         if self.used == self._size:
             self._hold(np.concatenate([self.rows, np.zeros_like(self.rows)]))
-        if self._has_text:
-            row = [value.encode() if isinstance(value, str) else value for value in row]
+        if self._text:
+            row = [*row]
+            for i in self._text:
+                if isinstance(row[i], str):
+                    row[i] = row[i].encode()
         self._pack_into(self._bytes, self.used * self._row_bytes, *row)
         self.used += 1
 
