@@ -18,6 +18,7 @@ from hpcsync.trace.schema import Rows
 
 VARYING = ("top-k", "random-k", "dgc")  # codecs whose number of sent elements varies
 SAME_TIME_S = 1e-6
+SIZES = {"tensors", "element_bytes"}  # root attributes
 COUNT_BYTES = 8  # header of such a codec's payload to one server
 
 
@@ -43,7 +44,8 @@ def bytes_follow_from_compression(recount: Recount) -> Check:
 
     Without compression, or with a codec whose output size does not depend on the values, all whole pushes have equal
     bytes. With other codecs no push has more bytes than the elements that its ratio allows, if the trace has the sizes
-    of tensors, or else than a dense one; and none has fewer than those of reading alone.
+    of tensors, or else, in a trace of an earlier release, than a dense one; and none has fewer than those of reading
+    alone.
     """
     pushes, compression = recount.pushes, recount.job.compression
     name, whole = "wire_bytes match the compression", pushes["share"] == 1.0
@@ -59,6 +61,10 @@ def bytes_follow_from_compression(recount: Recount) -> Check:
             name,
             (whole & ((n_bytes > most) | (n_bytes < least)), describe),
             (~whole & (n_bytes != read), describe),
+        )
+    if SIZES & recount.trace.attributes.keys():
+        return Check(
+            name, False, len(pushes), f"no sizes of tensors follow from the attributes {', '.join(sorted(SIZES))}"
         )
     dense = whole & (_ratios(recount) == 1.0)
     if not dense.any():

@@ -8,27 +8,32 @@ import numpy as np
 
 from hpcsync.audit.check import Check, Part, check_all, describe_columns
 from hpcsync.config.job import Script
+from hpcsync.paradigms.records import Problem
 from hpcsync.trace.reader import Trace
+from hpcsync.trace.schema import ADDED, Change, Rows
+
+ENGINES = ("mpi", "simulator", "ddp")
 
 
 def check_job(trace: Trace) -> Check:
-    """Check that the attributes that repeat the job agree with it."""
-    job = trace.job
+    """Check that the attributes that repeat the job agree with it, and that the engine is known."""
+    job, engine = trace.job, trace.attributes.get("engine")
     expected = {
         "paradigm": job.paradigm.name,
         "n_workers": job.cluster.workers,
         "n_servers": job.cluster.servers,
         "seed": job.seed,
     }
-    given = {name: trace.attributes[name] for name in expected if name in trace.attributes}
+    given = {name: trace.attributes.get(name) for name in expected}
     others = [(name, value) for name, value in given.items() if value != expected[name]]
     wrong = [f"{name} is {value!r}, in the job {expected[name]!r}" for name, value in others]
+    wrong += [f"engine is {engine!r}, not one of {', '.join(ENGINES)}"] * (engine not in ENGINES)
     return Check("attributes agree with the job", not wrong, len(given), "; ".join(wrong))
 
 
 def check_rows(trace: Trace) -> list[Check]:
     """Check the rows of all tables by their checksums; no check for a trace of a format without them."""
-    if trace.attributes["format_version"] < 8:
+    if trace.attributes["format_version"] < 8 and not trace.altered:
         return []
     n_rows = sum(map(len, trace.tables.values()))
     detail = f"/{', /'.join(trace.altered)}: changed since" if trace.altered else ""
@@ -36,11 +41,13 @@ def check_rows(trace: Trace) -> list[Check]:
 
 
 def check_clocks(trace: Trace) -> list[Check]:
-    """Check that /clocks has each rank at most once for each start, with possible errors; in virtual time none.
+    """Check that /clocks has each rank once for each start, with possible errors; in virtual time none.
 
-    The starts are numbered, and follow each other. Traces in memory may lack the rows of both tables.
+    The starts are numbered, and follow each other. A start may lack ranks of workers that are away. Only simulations
+    have no starts.
     """
     clocks, starts, job = trace.tables["clocks"], trace.tables["starts"], trace.job
+    simulated = trace.attributes["engine"] == "simulator"
     exist = (clocks["rank"] >= 0) & (clocks["rank"] < job.cluster.ranks)
     exist &= (clocks["start"] >= 0) & (clocks["start"] < max(1, len(starts)))
     ordered = starts["start"] == np.arange(len(starts))
@@ -48,8 +55,9 @@ def check_clocks(trace: Trace) -> list[Check]:
         ordered &= np.diff(starts[name], prepend=0) >= 0
         ordered[:1] &= starts[name][:1] == 0  # the first one is before everything
     known = np.isfinite(clocks["offset_s"]) & np.isfinite(clocks["uncertainty_s"]) & (clocks["uncertainty_s"] >= 0)
-    if trace.attributes.get("engine") == "simulator":
-        known &= (clocks["offset_s"] == 0) & (clocks["uncertainty_s"] == 0)
+    exact = clocks["rank"] == 0 if trace.attributes["engine"] == "mpi" else np.full(len(clocks), simulated)
+    known &= ~exact | ((clocks["offset_s"] == 0) & (clocks["uncertainty_s"] == 0))
+    missing = np.argwhere(_absent(trace) & ~_away(trace)) if not simulated else np.zeros((0, 2), int)
     again = np.ones(len(clocks), bool)
     again[np.unique(clocks[["start", "rank"]], return_index=True)[1]] = False
     describe = describe_columns("/clocks", clocks, "start", "rank", "offset_s", "uncertainty_s")
@@ -59,15 +67,47 @@ def check_clocks(trace: Trace) -> list[Check]:
             (~exist | again, describe),
             (~known, describe),
             (~ordered, describe_columns("/starts", starts, "start", "now_s", "seq")),
+            (np.array([not simulated and not len(starts)]), lambda _: "/starts has no row"),
+            (
+                np.ones(len(missing), bool),
+                lambda i: f"/clocks has no row of start {missing[i][0]} and rank {missing[i][1]}",
+            ),
         )
     ]
+
+
+def _absent(trace: Trace) -> Rows:
+    """Return which ranks each start has no row of in /clocks, bool of shape (n_starts, n_ranks)."""
+    clocks, starts, n_ranks = trace.tables["clocks"], trace.tables["starts"], trace.job.cluster.ranks
+    absent = np.ones((len(starts), n_ranks), bool)
+    known = (clocks["start"] >= 0) & (clocks["start"] < len(starts)) & (clocks["rank"] >= 0)
+    known &= clocks["rank"] < n_ranks
+    absent[clocks["start"][known], clocks["rank"][known]] = False
+    return absent
+
+
+def _away(trace: Trace) -> Rows:
+    """Return the ranks of workers that have left before each start, or die after it without a row; as `_absent`."""
+    membership, starts, servers = trace.tables["membership"], trace.tables["starts"], trace.job.cluster.servers
+    rows = trace.tables["pushes" if trace.job.has_servers else "exchanges"]
+    away = np.zeros((len(starts), trace.job.cluster.ranks), bool)
+    for of_start, start in zip(away, starts, strict=True):
+        for worker in set(membership["worker"].tolist()) & set(range(trace.n_workers)):
+            own = membership[membership["worker"] == worker]
+            before, after = own[own["seq"] <= start["seq"]], own[own["seq"] > start["seq"]]
+            acts_s = rows["now_s"][(rows["worker"] == worker) & (rows["now_s"] > start["now_s"])]
+            dies = after["change"][:1].tolist() == [Change.DIED] and not (acts_s <= after["now_s"][0]).any()
+            of_start[servers + worker] = dies or before["change"][-1:].tolist() not in ([], [Change.JOINED])
+    return away
 
 
 def check_absences(trace: Trace) -> Check:
     """Check that there are no rows and values that the job cannot have.
 
     Only runs without servers have exchanges and distances of replicas, only all-reduce has a mean gradient of all
-    workers, and only scripts state rates.
+    workers, and only scripts state rates and have steps without a gradient. Workers die only where the others continue,
+    or between two starts; before a resume `on_death` may have been another. A trace has no values of columns that came
+    with a later format version.
     """
     job, unfilled = trace.job, list[tuple[str, str]]()
     if job.has_servers:
@@ -81,6 +121,22 @@ def check_absences(trace: Trace) -> Check:
         rows = trace.tables[table]
         if column in (rows.dtype.names or ()):  # some are not in traces of earlier releases
             parts.append((~np.isnan(rows[column]), describe_columns(f"/{table}", rows, column)))
+    possible = list(Problem) if isinstance(job.workload, Script) else [Problem.NONE, Problem.LOSS_NOT_FINITE]
+    for table in ("pushes", "exchanges"):
+        rows = trace.tables[table]
+        if "problem" in (rows.dtype.names or ()):
+            parts.append((~np.isin(rows["problem"], possible), describe_columns(f"/{table}", rows, "problem")))
+    changes = trace.tables["membership"]
+    dies = changes["change"] == Change.DIED
+    absent = np.flatnonzero(_absent(trace)[:, job.cluster.servers :].any(axis=0))
+    dies &= ~np.isin(changes["worker"], absent) & (job.cluster.on_death != "continue")
+    dies &= changes["seq"] > trace.tables["starts"]["seq"].max(initial=0)  # before a resume, under another on_death
+    parts.append((dies, describe_columns("/membership", changes, "worker", "change")))
+    later = {column for column, version in ADDED.items() if version > trace.attributes["format_version"]}
+    for table, rows in trace.tables.items():
+        for column in later & set(rows.dtype.names or ()):
+            known = ~np.isnan(rows[column]) if rows.dtype[column].kind == "f" else rows[column] != 0
+            parts.append((known, describe_columns(f"/{table}", rows, column)))
     return check_all("only what the job can have is recorded", *parts)
 
 

@@ -11,6 +11,7 @@ from hpcsync.trace.reader import Trace
 from hpcsync.trace.schema import ADDED, Outcome, Rows
 
 ROUNDING = 1e-3  # of a norm, as many numbers of 32 bits are summed
+HUGE = 1e19  # less than the norm of a vector whose square is too large for float32
 NORM, MEAN = "gradient_sq", "mean_gradient_sq"
 
 
@@ -103,13 +104,16 @@ def _bounds(at: Rows, weight: Rows, square: Rows, n: int) -> tuple[Rows, Rows]:
     at
         Sum that each vector is part of, from 0 to n - 1.
     weight, square
-        Its weight, and the square of its norm.
+        Its weight, and the square of its norm; infinite also if it is finite but too large for float32.
     """
-    length = weight * np.sqrt(square)
+    length, infinite = weight * np.sqrt(square), np.isinf(square)
     high, largest = np.bincount(at, length, n), np.zeros(n)
     np.fmax.at(largest, at, length)
-    with np.errstate(invalid="ignore"):  # no lower bound where a norm is infinite
-        return 2 * largest - high, high
+    others = np.bincount(at, np.where(infinite, 0.0, length), n)
+    huge = np.bincount(at, np.where(infinite, weight * HUGE, 0.0), n)
+    with np.errstate(invalid="ignore"):  # no lower bound where several norms are infinite
+        low = np.where(np.bincount(at, infinite, n) == 1, huge - others, 2 * largest - high)
+    return low, high
 
 
 def _within(name: str, table: str, rows: Rows, low: Rows, high: Rows, sure: bool) -> Check:

@@ -22,6 +22,7 @@ from hpcsync.audit.progress import (
 )
 from hpcsync.audit.server_recount import Recount
 from hpcsync.audit.training import check_training
+from hpcsync.config.job import Script
 from hpcsync.trace.iteration_counts import NEVER, running_count
 from hpcsync.trace.reader import Trace
 from hpcsync.trace.schema import Change, Outcome, Release, Rows
@@ -284,8 +285,15 @@ def staleness_is_recounted(recount: Recount) -> Check:
 
 
 def samples_add_up(recount: Recount) -> Check:
-    """Check that /updates sums the batch sizes of its contributions and that /evaluations agrees with /updates."""
-    updates = recount.updates
+    """Check that /updates sums the batch sizes of its contributions and that /evaluations agrees with /updates.
+
+    Where all batches have equal sizes, a push has the samples of its local steps: as many steps as the job says, unless
+    workers push the change of their weights. Scripts choose their batches.
+    """
+    updates, pushes, job = recount.updates, recount.pushes, recount.job
+    other = (pushes["local_steps"] != job.local_steps) & (not job.commits) & (job.batches.policy == "equal")
+    if job.batches.policy == "equal" and not isinstance(job.workload, Script):
+        other |= pushes["batch_size"] != job.workload.batch_size * pushes["local_steps"]
     of_applied = np.cumsum(recount.pushes["batch_size"][recount.applied].astype(np.int64))
     last = np.cumsum(updates["n_contributions"]) - 1
     counted = of_applied[last[last < len(of_applied)]]
@@ -296,6 +304,12 @@ def samples_add_up(recount: Recount) -> Check:
             lambda i: f"version {i + 1} has {updates['samples'][i]} samples, its pushes have {counted[i]}",
         ),
         evaluations_agree(recount.evaluations, updates, updates["now_s"]),
+        (
+            other,
+            lambda i: (
+                f"{recount.push_name(i)} has {pushes['batch_size'][i]} samples, {pushes['local_steps'][i]} local steps"
+            ),
+        ),
     )
 
 
@@ -325,7 +339,8 @@ def lead_is_recounted(recount: Recount) -> Check:
 def release_is_recounted(recount: Recount) -> Check:
     """Check that `released_by` names the last event before the grant, or the worker's own.
 
-    A stop grant may also name the end of the run, which is no row. Grants of format version 7 name nothing.
+    A stop grant may also name the end of the run, which is no row, unless it answers a later push. Grants of format
+    version 7 name nothing.
     """
     grants, events, own_events = recount.grants, recount.events, recount.own_events
     seq = np.concatenate([events["seq"], own_events["seq"]])
@@ -336,7 +351,8 @@ def release_is_recounted(recount: Recount) -> Check:
     expected = np.where(at_once, Release.OWN, np.append(seq[order], 0)[last])
     found = grants["released_by"]
     known = (found != Release.UNKNOWN) | (recount.trace.attributes["format_version"] > 7)
-    ended = recount.is_stop & (found == Release.END)
+    asked = np.append(events["seq"], 0)[recount.answered]
+    ended = recount.is_stop & (found == Release.END) & (asked < recount.stop_seq)
     return check_rows(
         "released_by is the event that released the worker",
         known & ~ended & (found != expected),
@@ -371,13 +387,12 @@ def no_worker_acts_after_leaving(recount: Recount) -> Check:
 def stop_grants_end_the_run(recount: Recount) -> Check:
     """Check that every grant after the first stop grant is one, and that later pushes are dropped.
 
-    Each worker that has not left gets one stop grant, and no worker joins afterwards.
+    In a finished run each worker gets one and then leaves, or has left before; no worker joins afterwards.
     """
     pushes, grants, is_stop = recount.pushes, recount.grants, recount.is_stop
     stopped = np.full(recount.n_workers, NEVER)
     np.minimum.at(stopped, grants["worker"][is_stop], grants["seq"][is_stop])
-    there = np.isin(np.arange(recount.n_workers), recount.active(len(recount.events) - 1))
-    endless = (stopped == NEVER) & there & recount.finished
+    endless = np.isin(np.arange(recount.n_workers), recount.active(len(recount.events) - 1)) & recount.finished
     joined = recount.events[recount.events["joins"]]
     late = pushes["seq"] > recount.stop_seq
     return check_all(
@@ -396,7 +411,7 @@ def stop_grants_end_the_run(recount: Recount) -> Check:
             lambda i: f"{recount.push_name(i)} comes after its worker's stop grant",
         ),
         (joined["seq"] > recount.stop_seq, lambda i: f"worker {joined['worker'][i]} joins after the run has ended"),
-        (endless, lambda i: f"worker {i} has neither a stop grant nor left"),
+        (endless, lambda i: f"worker {i} has not left"),
     )
 
 

@@ -8,6 +8,7 @@ examines. Times of different workers are compared up to the uncertainty of their
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -80,10 +81,18 @@ def values_are_possible(trace: Trace) -> Check:
 
 
 def iterations_count_steps(run: PeerRecount) -> Check:
-    """Check that a worker's iterations are 1, 2, 3, ..., followed only by the intake of others' pushes."""
+    """Check that a worker's iterations are 1, 2, 3, ..., followed only by the intake of others' pushes.
+
+    That has the number of the last iteration, takes no time, and computes nothing.
+    """
     before = previous(run.rows["worker"])
     resumed = (before >= 0) & run.is_step & ~run.is_step[before]
     absorbing = ~run.is_step & (not run.pushes) & (not run.pairwise)
+    rest = run.rows[~run.is_step]
+    works = (rest["iteration"] != run.made[rest["worker"]]) | (rest["begin_s"] != rest["end_s"])
+    works |= ~np.isnan(rest["loss"])
+    for name in ({*DURATIONS, "problem"}) & {*(rest.dtype.names or ())}:
+        works |= rest[name] != 0
     return check_all(
         "iteration is the worker's step count",
         (
@@ -94,6 +103,13 @@ def iterations_count_steps(run: PeerRecount) -> Check:
         (
             absorbing,
             lambda i: f"/exchanges row {i} has batch size 0, but a worker that has ended receives nothing in this mode",
+        ),
+        (
+            works,
+            lambda i: (
+                f"/exchanges: a row with batch size 0, of iteration {rest['iteration'][i]} of worker "
+                f"{rest['worker'][i]}, which made {run.made[rest['worker'][i]]}, takes time, or is of another iteration"
+            ),
         ),
     )
 
@@ -173,13 +189,20 @@ def sent_is_received(run: PeerRecount) -> Check:
             lambda i: f"{run.step_name(i)} received {steps['n_received'][i]}, {sent[i]} were sent",
         )
     # Count only workers that survived: models sent to the others may be lost with them.
-    n_sent = int((run.exchanged & ~np.isin(run.peer, run.died["worker"])).sum())
-    n_received = int(run.rows["n_received"][~np.isin(run.rows["worker"], run.died["worker"])].sum())
+    survive = ~np.isin(np.arange(run.n_workers), run.died["worker"])
+    n_sent = np.bincount(run.peer[run.exchanged], minlength=run.n_workers) * survive
+    n_received = np.bincount(run.rows["worker"], run.rows["n_received"], minlength=run.n_workers).astype(int) * survive
     # Each worker that died may have sent one model that it did not record. In an unfinished run, the row of each worker
     # whose last model was already received may be missing.
-    most = n_sent + (len(run.died) if run.finished else run.n_workers)
-    right = (n_sent if run.finished else 0) <= n_received <= most
-    return Check(name, right, len(run.rows), "" if right else f"{n_sent:,} were pushed, {n_received:,} received")
+    unrecorded = len(run.died) if run.finished else run.n_workers
+    wrong = (n_received > n_sent + unrecorded) | ((n_received < n_sent) & run.finished)
+    total = f"{n_sent.sum():,} were pushed, {n_received.sum():,} received"
+    check = check_all(
+        name,
+        (wrong, lambda w: f"{n_sent[w]:,} were pushed to worker {w}, {n_received[w]:,} received"),
+        (np.array([n_received.sum() > n_sent.sum() + unrecorded]), lambda _: total),
+    )
+    return replace(check, n_checked=len(run.rows))
 
 
 def weights_add_up(run: PeerRecount) -> Check:
@@ -411,6 +434,10 @@ def no_worker_acts_after_leaving(run: PeerRecount) -> Check:
     return check_all(
         "no worker acts after it leaves",
         (np.diff(seq) <= 0, lambda i: f"/membership row {i + 1} has seq {seq[i + 1]}"),
+        (
+            np.diff(run.membership["now_s"]) < 0,
+            lambda i: f"/membership row {i + 1} is before row {i}: {run.membership['now_s'][i + 1]} s",
+        ),
         (both != np.arange(1, len(both) + 1), lambda i: f"seq {i + 1} has no row, or more than one"),
         (again, lambda i: f"worker {departures[i]} leaves twice"),
         (

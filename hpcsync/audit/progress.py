@@ -10,7 +10,7 @@ import numpy as np
 from hpcsync.audit.check import Check, Part, check_all, check_rows, describe_columns
 from hpcsync.audit.server_recount import Recount
 from hpcsync.config.job import Script
-from hpcsync.config.workloads import Function
+from hpcsync.config.workloads import Function, Timing
 from hpcsync.trace.reader import Trace
 from hpcsync.trace.schema import Change, Rows
 from hpcsync.training.lr_schedule import learning_rate
@@ -58,9 +58,10 @@ def times_add_up(recount: Recount) -> Check:
 
     Between `begin_s` and `end_s` a worker loads and computes, and nothing else. From one iteration to the next it
     encodes and pushes, waits for the grant and reads the weights. It begins to read after the grant; the error of its
-    clock is in /clocks. It waits at least as long as it is blocked.
+    clock is in /clocks. It waits at least as long as it is blocked, and not since before the run. Its push is handled
+    after it has been sent.
     """
-    pushes = recount.pushes
+    pushes, error_s = recount.pushes, _clock_error_s(recount, recount.pushes) + SAME_TIME_S
     took_s = pushes["end_s"] - pushes["begin_s"]
     spent_s = pushes["load_s"] + pushes["compute_s"]
     order = np.lexsort((pushes["seq"], pushes["worker"]))
@@ -70,7 +71,9 @@ def times_add_up(recount: Recount) -> Check:
     idle_s = after["begin_s"] - before["end_s"]
     busy_s = before["encode_s"] + before["comm_s"] - before["pull_s"] + after["wait_s"] + after["pull_s"]
     granted_s = np.append(recount.grants["now_s"], -np.inf)[recount.push_permit]  # row -1, no grant, is -inf
-    early_s = granted_s - (pushes["begin_s"] - pushes["pull_s"])
+    read_s = pushes["begin_s"] - pushes["pull_s"]
+    early_s = granted_s - read_s
+    sent_s = pushes["end_s"] + pushes["encode_s"] + pushes["comm_s"] - pushes["pull_s"]
     asked_s = np.where(recount.events["is_push"], recount.events["now_s"], np.inf)  # not by joins
     held_s = recount.grants["now_s"] - np.append(asked_s, np.inf)[recount.answered]
     held_s = np.append(held_s, 0.0)[recount.push_permit][order][1:][follows]
@@ -91,10 +94,24 @@ def times_add_up(recount: Recount) -> Check:
             ),
         ),
         (
-            ~(early_s <= _clock_error_s(recount, pushes) + SAME_TIME_S),
+            ~(early_s <= error_s),
             lambda i: (
                 f"worker {pushes['worker'][i]}, iteration {pushes['iteration'][i]}: reads {early_s[i]:.6f} s before "
                 "its grant"
+            ),
+        ),
+        (
+            ~(pushes["wait_s"] <= read_s + error_s),
+            lambda i: (
+                f"worker {pushes['worker'][i]}, iteration {pushes['iteration'][i]}: waited {pushes['wait_s'][i]:.6f} s "
+                f"until {read_s[i]:.6f} s"
+            ),
+        ),
+        (
+            ~(sent_s <= pushes["now_s"] + error_s),
+            lambda i: (
+                f"worker {pushes['worker'][i]}, iteration {pushes['iteration'][i]}: pushed until {sent_s[i]:.6f} s, "
+                f"but is handled at {pushes['now_s'][i]:.6f} s"
             ),
         ),
         (
@@ -131,9 +148,9 @@ def _clock_error_s(recount: Recount, pushes: Rows) -> Rows:
 def evaluations_come_when_due(trace: Trace) -> Check:
     """Check that evaluations follow each other as `evaluation.every_samples` says.
 
-    Between two evaluations lies a multiple of it, except before the one at the end of the run. A due evaluation is
-    skipped while another one is running. In a simulation with servers where evaluations take no time, each is made, of
-    the last version where one event makes several.
+    Between two evaluations lies a multiple of it, except before the one at the end of the run, which every workload of
+    hpcsync has that computes losses. A due evaluation is skipped while another one is running. In a simulation with
+    servers where evaluations take no time, each is made, of the last version where one event makes several.
     A resumed run may have another `every_samples` than before, and continues the schedule of its checkpoint: its
     evaluations are checked from the second one after the last resume. An evaluation that reaches the job's target ends
     the run, after which only that of the last version follows. A version is evaluated before the next one is made.
@@ -171,6 +188,10 @@ def evaluations_come_when_due(trace: Trace) -> Check:
         (
             rows["version"][-1:] != last if trace.finished else np.zeros(0, bool),
             lambda _: f"the last evaluation is of version {rows['version'][-1]}, not of {last}, the last one",
+        ),
+        (
+            np.array([trace.finished and not len(rows) and not isinstance(job.workload, Function | Script | Timing)]),
+            lambda _: "/evaluations has no row, but the last version is always evaluated",
         ),
         (
             ~np.isnan(share) & ~((share >= 0) & (share <= 1)),

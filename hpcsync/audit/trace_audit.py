@@ -58,7 +58,16 @@ def audit(trace: Trace | str | Path) -> list[Check]:
         whole += [*check_clocks(trace), check_absences(trace)]
         return [*whole, *(_check_served(trace) if trace.job.has_servers else _check_peers(trace))]
     except (ArithmeticError, LookupError, ValueError, AssertionError) as error:
-        return [*whole, Check("rows can be followed", False, 0, f"{type(error).__name__}: {error}")]
+        return [*whole, Check("rows can be followed", False, 0, _missing(trace) or f"{type(error).__name__}: {error}")]
+
+
+def _missing(trace: Trace) -> str:
+    """Return which table has no rows although others need them, or ""."""
+    tables = trace.tables
+    needing = [name for name in ("evaluations", "updates", "grants", "pushes", "exchanges") if len(tables[name])]
+    needed = ("pushes", "grants", "updates") if trace.job.has_servers else ("exchanges", "updates")
+    empty = [name for name in needed if not len(tables[name])]
+    return f"/{', /'.join(empty)} has no rows, but /{needing[0]} has" if empty and needing else ""
 
 
 def _check_peers(trace: Trace) -> list[Check]:

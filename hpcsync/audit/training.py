@@ -35,7 +35,7 @@ def check_training(trace: Trace) -> list[Check]:
         found = "there is none"
     known = set(codes.tolist()) <= NAMES.keys()
     finite = Check("some contribution is finite", known and len(problems) > counts.sum(), len(problems), found)
-    return [finite, *gradients_are_not_all_zero(trace, rows[used]), losses_have_their_problems(trace, rows[used])]
+    return [finite, *gradients_are_not_all_zero(trace, rows[used]), losses_have_their_problems(trace, rows)]
 
 
 def gradients_are_not_all_zero(trace: Trace, rows: Rows) -> list[Check]:
@@ -56,11 +56,13 @@ def gradients_are_not_all_zero(trace: Trace, rows: Rows) -> list[Check]:
 def losses_have_their_problems(trace: Trace, rows: Rows) -> Check:
     """Check that a loss is finite exactly where no problem says that it is not.
 
-    A script may record none, and a workload without arithmetic or a convolution worker has none.
+    A script may record none, a cancelled iteration may have none, and a workload without arithmetic or a convolution
+    worker has none, nor have rows that are no iterations.
     """
     finite, said = np.isfinite(rows["loss"]), rows["problem"] == Problem.LOSS_NOT_FINITE
     always = not isinstance(trace.job.workload, Script | Timing) and not trace.job.paradigm.separates_layers
-    lost = ~finite & ~said & always
+    whole = rows["share"] == 1 if trace.job.has_servers else rows["batch_size"] > 0
+    lost = ~finite & ~said & whole & always
     return check_rows(
         "losses are finite, or have a problem",
         (finite & said) | lost,

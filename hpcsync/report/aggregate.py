@@ -70,7 +70,7 @@ class Tally:
         Layers that each worker trains; None if layers are not separated.
     commits, commits_apart
         Pushes per period, as last chosen by ADSP, and the difference between the workers that pushed most and least, of
-        those that were in the run from its start to its last push; None if fewer than two were.
+        those that were in the run from its start to its last update; None if fewer than two were.
     encode_s
         Seconds of compression; None if the run does not compress.
     steps_max
@@ -104,7 +104,7 @@ class Tally:
         self._last_row = NO_ROW  # seq and worker of the last row of an allocation
         self.chosen = {name: np.full(n_workers, np.nan) for name in ("local-steps", "share", "ratio")}
         self.began_s: dict[int, float] = {}
-        self.commits, self._last_push = self.paradigm.commits_at_first, 0
+        self.commits, self._last_applied = self.paradigm.commits_at_first, 0
         self.encode_s = np.zeros(n_workers) if self.served and trace.job.compresses else None
         self.steps_max = 0
         self.diverged_s: float | None = None
@@ -126,14 +126,14 @@ class Tally:
     def _apart(self, trace: Trace | TraceFile) -> int | None:
         is_steady = np.ones(len(self.pushes), bool)
         for rows in trace.slices("membership"):
-            is_steady[rows["worker"][rows["seq"] < self._last_push]] = False
+            is_steady[rows["worker"][rows["seq"] < self._last_applied]] = False
         pushes = self.pushes[is_steady]
         return int(np.ptp(pushes)) if len(pushes) > 1 else None
 
     def _add_pushes(self, rows: Rows) -> None:
         applied = rows[rows["outcome"] != Outcome.DROPPED]
         np.add.at(self.pushes, rows["worker"], 1)
-        self._last_push = max(self._last_push, int(rows["seq"].max(initial=0)))
+        self._last_applied = max(self._last_applied, int(applied["seq"].max(initial=0)))
         np.add.at(self.dropped, rows["worker"], rows["outcome"] == Outcome.DROPPED)
         np.add.at(self.staleness, applied["worker"], applied["staleness"])
         np.maximum.at(self.staleness_max, applied["worker"], applied["staleness"])

@@ -131,7 +131,7 @@ class Summary(BaseModel):
         Times at which these stages of ASHL began, in seconds.
     commits, commits_apart
         Commits per worker and period that ADSP chose last, or that the job sets; and the difference between the
-        workers that committed most and least, of those that were in the run from its start to its last push (None if
+        workers that committed most and least, of those that were in the run from its start to its last update (None if
         fewer than two were).
     encode_share
         Share of all workers' time spent on compression.

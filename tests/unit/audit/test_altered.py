@@ -20,6 +20,7 @@ from hpcsync.report.summary import summarize
 from hpcsync.simulator.simulate import simulate
 from hpcsync.simulator.simulated_again import simulated_again
 from hpcsync.trace.reader import Trace, load
+from hpcsync.trace.schema import Change
 from tests.unit.jobs import make_job
 from tests.unit.trace.recorder import with_rows
 
@@ -106,6 +107,10 @@ AUDIT: dict[str, Alter] = {
     "uncertain clocks": column("clocks", "uncertainty_s", lambda s: s + 100.0),
     "clock offsets": column("clocks", "offset_s", lambda s: s + 1.0),
     "a removed departure": without("membership", 0),
+    "the last departure removed": without("membership", LAST),
+    "all evaluations removed": lambda trace: with_rows(trace, "evaluations", trace.tables["evaluations"][:0]),
+    "another problem of a step": column("steps", "problem", lambda code: code + 1, MIDDLE),
+    "a departure as a death": column("membership", "change", lambda change: np.full_like(change, Change.DIED), 0),
     "rate of the job": job(optimizer={"lr": 0.04}),
     "stopping rule of the job": job(stop={"samples": 4000}),
     "target of the job": job(stop={"target_loss": 1e9}),

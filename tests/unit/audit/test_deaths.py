@@ -1,5 +1,7 @@
 """Audits of gossip in which a worker dies: the invariants of the survivors, and negative controls."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -31,6 +33,7 @@ class Gossip:
         steps = ROUNDS * (N - 1) + DIES_AT
         paradigm = {"name": "gossip", "mode": mode}
         self.job = peer_job(paradigm, (1.0,) * N, samples=steps * BATCH, evaluation={"every_samples": 0})
+        self.job = self.job.model_copy(update={"cluster": self.job.cluster.model_copy(update={"on_death": "continue"})})
         self.rows = Recorder()
         for rank in range(N):
             self.rows.append("clocks", (0, rank, b"virtual", 0.0, 0.0))
@@ -53,6 +56,8 @@ class Gossip:
                 now_s, weight = ROUNDS + 3.0, self.weight[worker]
                 rest = StepInfo(worker, ROUNDS, begin_s=now_s, end_s=now_s, n_received=n, weight=weight)
                 self.recorder.exchanged(now_s, rest)
+        last = self.recorder
+        last.evaluated(last.updated_s, last.version, last.samples, 1.0, math.nan, 0.0)
 
     def step(self, worker: int, round: int, knows: bool) -> None:
         peers = PeerSelection(N, self.job.seed, dead=(DEAD,) if knows else ())

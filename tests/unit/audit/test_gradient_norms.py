@@ -81,6 +81,9 @@ OWN = "the norm of an update is that of its step's gradient"
         ("asp", "updates", "gradient_sq", 1.01, MEAN),
         ("asp", "updates", "gradient_sq", 0.99, MEAN),
         ("asp", "pushes", "gradient_sq", 1.01, MEAN),
+        ("asp", "pushes", "gradient_sq", np.inf, MEAN),
+        ("bsp", "pushes", "gradient_sq", np.inf, MEAN),
+        ("allreduce", "exchanges", "gradient_sq", np.inf, COMMON),
         ("asp", "pushes", "gradient_sq", -1.0, KNOWN),
         ("asp", "pushes", "gradient_sq", np.nan, KNOWN),
         ("allreduce", "updates", "gradient_sq", 1.01, COMMON),
@@ -97,6 +100,19 @@ def test_wrong_norms_are_found(tmp_path, name, table, column, factor, expected):
     row = 4
     assert table != "pushes" or rows["outcome"][row] == Outcome.APPLIED
     assert wrong(edit(trace, table, row, **{column: factor * rows[column][row]})) == [expected]
+
+
+@pytest.mark.parametrize("others", [1.0, np.inf])
+def test_the_square_of_a_large_gradient_is_infinite_in_float32_but_that_of_the_mean_may_not_be(tmp_path, others):
+    trace = trained(tmp_path, "bsp")
+    rows = trace.tables["pushes"].copy()
+    of_one = np.flatnonzero((rows["version_read"] == 3) & (rows["outcome"] == Outcome.APPLIED))
+    rows["gradient_sq"][of_one] *= others
+    rows["gradient_sq"][of_one[0]] = np.inf
+    large = with_rows(trace, "pushes", rows)
+    for square in (np.inf, 1e38):
+        assert wrong(edit(large, "updates", 3, gradient_sq=square)) == []
+    assert wrong(large) == ([MEAN] if others == 1.0 else [])
 
 
 def test_only_several_servers_on_real_ranks_may_not_know_the_norm(tmp_path):

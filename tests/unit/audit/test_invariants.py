@@ -9,7 +9,7 @@ import pytest
 
 from hpcsync.audit.trace_audit import audit
 from hpcsync.trace.schema import TABLES as SCHEMA
-from hpcsync.trace.schema import Change
+from hpcsync.trace.schema import Change, Outcome
 from tests.unit.trace.recorder import edit, record, remove, with_rows, with_status
 
 REPLAY_GRANTS = "replay gives the same grants"
@@ -187,7 +187,7 @@ def test_a_grant_removed(ssp):
 
 def test_a_grant_removed_and_the_rest_renumbered(ssp):
     trace, seq = remove(ssp, "grants", 8), ssp.tables["grants"]["seq"][8]
-    for table in ("pushes", "grants"):
+    for table in ("pushes", "grants", "membership"):
         rows = trace.tables[table].copy()
         rows["seq"][rows["seq"] > seq] -= 1
         trace = with_rows(trace, table, rows)
@@ -197,11 +197,13 @@ def test_a_grant_removed_and_the_rest_renumbered(ssp):
 
 
 def test_a_second_grant_for_one_push(ssp):
-    # At the end, where no row follows that it could contradict.
-    rows = ssp.tables["grants"]
+    # At the end, where only the departure of its worker follows.
+    rows, left = ssp.tables["grants"], ssp.tables["membership"]["seq"][-1]
     again = rows[-1:].copy()
     again["seq"] += 1
-    assert failing(with_rows(ssp, "grants", np.concatenate([rows, again]))) == {REPLAY_GRANTS, GRANTED}
+    assert again["seq"] == left
+    later = edit(ssp, "membership", -1, seq=left + 1)
+    assert failing(with_rows(later, "grants", np.concatenate([rows, again]))) == {REPLAY_GRANTS, GRANTED}
 
 
 def test_a_grant_for_another_iteration(ssp):
@@ -257,6 +259,16 @@ def test_a_dropped_push_called_applied(ssp):
 
 def test_a_wrong_batch_size(ssp):
     assert failing(edit(ssp, "pushes", 5, batch_size=9)) == {SAMPLES, REPLAY_GRANTS, WEIGHTS}
+
+
+@pytest.mark.parametrize("paradigm", ["bsp", "dssp", "k-batch-sync", "async-diloco"])
+def test_a_push_has_the_samples_of_its_steps_also_if_it_is_dropped(paradigm):
+    trace = record(paradigm, jitter=0.3)
+    assert failing(trace) == set()
+    pushes = trace.tables["pushes"]
+    for row in np.flatnonzero(pushes["outcome"] == Outcome.DROPPED):
+        for column in ("batch_size", "local_steps"):
+            assert SAMPLES in failing(edit(trace, "pushes", row, **{column: pushes[column][row] + 1}))
 
 
 def test_a_wrong_sum_of_samples(ssp):
@@ -316,12 +328,9 @@ def test_iterations_are_not_left_out_after_a_join(returning):
 
 
 def test_a_join_after_the_end(ssp):
-    seq = int(max(ssp.tables[table]["seq"].max() for table in ("pushes", "grants")))
-    rows = np.array(
-        [(seq + i, 999.0, 0, change) for i, change in ((1, Change.LEFT), (2, Change.JOINED))], SCHEMA["membership"]
-    )
-    assert failing(with_rows(ssp, "membership", rows[:1])) == set()
-    assert {END, REPLAY_GRANTS} <= failing(with_rows(ssp, "membership", rows))
+    rows = ssp.tables["membership"]
+    joins = np.array([(rows["seq"][-1] + 1, 999.0, 0, Change.JOINED)], SCHEMA["membership"])
+    assert {END, REPLAY_GRANTS} <= failing(with_rows(ssp, "membership", np.concatenate([rows, joins])))
 
 
 def test_a_worker_that_leaves_twice(ssp):
@@ -341,10 +350,12 @@ def test_a_worker_that_continues_after_the_end(ssp):
 
 
 def test_a_finished_trace_that_lacks_its_end(ssp):
-    # The last push and its stop grant are removed; no other row refers to them.
-    trace = remove(remove(ssp, "grants", -1), "pushes", -1)
+    # The last push, its stop grant and the departure of its worker are removed; no other row refers to them.
+    trace = remove(ssp, "membership", -1)
     assert failing(trace) == {END}
-    assert failing(with_status(trace, "failed")) == set()
+    for shorter in (trace, remove(remove(trace, "grants", -1), "pushes", -1)):
+        assert failing(shorter) == {END}
+        assert failing(with_status(shorter, "failed")) == set()
 
 
 def test_a_blocked_worker_without_its_stop_grant():
@@ -353,7 +364,7 @@ def test_a_blocked_worker_without_its_stop_grant():
     grants = trace.tables["grants"]
     assert grants["worker"].tolist() == [0, 1]
     # The replay sees a run that continues until a push is dropped that it would apply.
-    assert failing(remove(trace, "grants", 0)) == {REPLAY_UPDATES, SEQ, GRANTED, END}
+    assert failing(remove(trace, "grants", 0)) == {REPLAY_UPDATES, SEQ, SLOWEST}
 
 
 # ---- unfinished traces: rows that may be missing at the end ----------------------------------------------------------

@@ -15,7 +15,7 @@ from hpcsync.paradigms.records import ALL_PEERS, NO_PEER
 from hpcsync.trace import reader
 from hpcsync.trace.writer import TraceWriter
 from tests.unit.trace.peer_recorder import BATCHES, PARADIGMS, in_memory, peer_job, record, simulated
-from tests.unit.trace.recorder import as_trace, attributes, edit, remove, with_rows, with_status
+from tests.unit.trace.recorder import as_trace, attributes, edit, on_ranks, remove, with_rows, with_status
 
 POSSIBLE = "values are valid"
 ITERATIONS = "iteration is the worker's step count"
@@ -215,24 +215,17 @@ def test_loading_and_computing_fill_an_iteration(trace):
 
 
 def test_no_iteration_is_recorded_before_its_end(trace):
-    row = find(trace, iteration=3, worker=0)
+    row = find(trace, iteration=3, worker=1)
     end_s = trace.tables["exchanges"]["now_s"][row] + 1e-3
     begin_s = end_s - trace.tables["exchanges"]["compute_s"][row]
     changed = edit(trace, "exchanges", row, begin_s=begin_s, end_s=end_s)
-    changed = dataclasses.replace(changed, attributes={**changed.attributes, "engine": "mpi"})
-    assert TIMES in failing(changed) <= {TIMES, IN_STEP}
-    clocks = trace.tables["clocks"].copy()
-    clocks["uncertainty_s"] = 1e-2
-    uncertain = with_rows(changed, "clocks", clocks)
+    assert TIMES in failing(on_ranks(changed)) <= {TIMES, IN_STEP}
+    uncertain = on_ranks(changed, 1e-2)
     assert failing(uncertain) <= {TIMES, IN_STEP}  # the next iteration still begins too early
     assert all("is recorded" not in check.detail for check in audit(uncertain))
-    resumed = clocks.copy()
-    resumed["start"], resumed["uncertainty_s"] = 1, 0.0
-    starts = np.zeros(2, trace.tables["starts"].dtype)
-    starts["start"] = 0, 1
-    again = with_rows(with_rows(uncertain, "clocks", np.concatenate([clocks, resumed])), "starts", starts)
+    again = on_ranks(changed, ((1e-2,), (0.0,)), starts=((0.0, 0), (0.0, 0)))
     assert failing(again) == failing(uncertain), "also where the clocks of a later start are certain"
-    assert any("is recorded" in check.detail for check in audit(changed))
+    assert any("is recorded" in check.detail for check in audit(on_ranks(changed)))
 
 
 def test_rows_are_in_the_order_of_their_times(trace):
@@ -353,10 +346,7 @@ def test_synchronous_workers_wait_for_all(traces, paradigm, period):
     assert failing(edit(trace, "exchanges", row, **early)) == {IN_STEP, TIMES}, "it waits longer than that"
     trace = edit(trace, "exchanges", find(trace, worker=fastest["worker"], iteration=period), wait_s=0.0, comm_s=0.0)
     assert failing(edit(trace, "exchanges", row, **early)) == {IN_STEP}
-    clocks = trace.tables["clocks"].copy()
-    clocks["uncertainty_s"] = 60.0
-    real = dataclasses.replace(trace, attributes={**trace.attributes, "engine": "mpi"})
-    assert failing(edit(with_rows(real, "clocks", clocks), "exchanges", row, **early)) == set()
+    assert failing(edit(on_ranks(trace, 60.0), "exchanges", row, **early)) == set()
 
 
 @pytest.mark.parametrize("paradigm", TOGETHER)
@@ -637,3 +627,31 @@ def test_a_file_is_audited(tmp_path):
     rows = reader.load(tmp_path / "t.h5").tables["exchanges"]
     assert f"gossip, {(rows['batch_size'] > 0).sum()} iterations: all 24 checks passed" in shown
     assert max(map(len, shown.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("paradigm", ["push", "push-sum"])
+def test_models_are_received_by_the_workers_to_which_they_were_sent(traces, paradigm):
+    trace = traces[paradigm]
+    rows = trace.tables["exchanges"]
+    row = int(np.flatnonzero(rows["n_received"] > 0)[-1])
+    other = int(np.flatnonzero((rows["worker"] != rows["worker"][row]) & (rows["n_received"] > 0))[-1])
+    moved = edit(trace, "exchanges", row, n_received=rows["n_received"][row] - 1)
+    moved = edit(moved, "exchanges", other, n_received=rows["n_received"][other] + 1)
+    assert SENT in failing(moved), "as many in all"
+
+
+@pytest.mark.parametrize("paradigm", ["push", "push-sum"])
+def test_a_worker_that_has_ended_computes_nothing(traces, paradigm):
+    trace = traces[paradigm]
+    row = int(np.flatnonzero(trace.tables["exchanges"]["batch_size"] == 0)[-1])
+    rest = trace.tables["exchanges"][row]
+    others = {"iteration": rest["iteration"] + 1, "begin_s": rest["begin_s"] - 1.0, "loss": 0.0, "problem": 2}
+    for column, value in {**others, **dict.fromkeys(("compute_s", "wait_s", "comm_s", "load_s"), 1.0)}.items():
+        assert ITERATIONS in failing(edit(trace, "exchanges", row, **{column: value})), column
+
+
+def test_departures_are_in_the_order_of_their_times(traces):
+    trace = traces["push"]
+    now_s = trace.tables["membership"]["now_s"]
+    name = "no worker acts after it leaves"
+    assert name in failing(edit(trace, "membership", 0, now_s=now_s[1] + 1.0))

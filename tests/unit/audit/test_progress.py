@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from hpcsync.audit.trace_audit import audit
-from hpcsync.config.workloads import Function
+from hpcsync.config.workloads import Function, Linear, Script
 from tests.unit.simulator.running import simulate, timing_job
-from tests.unit.trace.recorder import attributes, edit, record, with_rows, with_status
+from tests.unit.trace.recorder import attributes, edit, on_ranks, record, with_rows, with_status
 
 RATES = "learning rates follow the schedule"
 TIMES = "times of an iteration add up"
@@ -78,12 +78,8 @@ def test_a_worker_that_reads_before_its_grant(trace):
         rows[column][own] -= 0.5
     early = with_rows(trace, "pushes", rows)
     assert failing(early) == {TIMES}
-    early = dataclasses.replace(early, attributes={**early.attributes, "engine": "mpi"})
-    clock = np.zeros(1, trace.tables["clocks"].dtype)
-    clock["rank"], clock["uncertainty_s"] = trace.job.cluster.servers + 1, 0.51
-    assert failing(with_rows(early, "clocks", clock)) == set()
-    clock["rank"] = trace.job.cluster.servers
-    assert failing(with_rows(early, "clocks", clock)) == {TIMES}, "the clock of another worker"
+    assert failing(on_ranks(early, (0.0, 0.0, 0.51, 0.0))) == set()
+    assert failing(on_ranks(early, (0.0, 0.51, 0.0, 0.0))) == {TIMES}, "the clock of another worker"
 
 
 @pytest.mark.parametrize("held_back", [False, True])
@@ -96,14 +92,41 @@ def test_times_are_not_compared_across_a_resume(trace, held_back):
     for column in ("begin_s", "end_s"):
         rows[column][later] -= 1e-3
     moved = with_rows(trace, "pushes", rows)
-    moved = dataclasses.replace(moved, attributes={**moved.attributes, "engine": "mpi"})
-    clock = np.zeros(3, trace.tables["clocks"].dtype)
-    clock["rank"], clock["uncertainty_s"] = 1 + np.arange(3), 1.0
-    moved = with_rows(moved, "clocks", clock)
-    assert failing(moved) == {TIMES}
-    start = np.zeros(2, trace.tables["starts"].dtype)
-    start["start"], start["seq"], start["now_s"] = (0, 1), (0, seq), (0.0, resumed_s)
-    assert failing(with_rows(moved, "starts", start)) == set()
+    assert failing(on_ranks(moved, 1.0)) == {TIMES}
+    assert failing(on_ranks(moved, 1.0, starts=((0.0, 0), (resumed_s, seq)))) == set()
+
+
+def test_a_worker_waits_no_longer_than_the_run_has_lasted(trace):
+    pushes = trace.tables["pushes"]
+    row = int(np.flatnonzero(pushes["iteration"] == 1)[0])
+    waits_s = pushes["begin_s"][row] - pushes["pull_s"][row]
+    assert failing(edit(trace, "pushes", row, wait_s=waits_s)) == set()
+    for wait_s in (waits_s + 1e-3, math.inf):
+        assert failing(edit(trace, "pushes", row, wait_s=wait_s)) == {TIMES}
+    early = on_ranks(edit(trace, "pushes", row, wait_s=waits_s + 1e-3), 2e-3)
+    assert failing(early) == set(), "by its own clock"
+
+
+def test_a_push_is_handled_after_it_was_sent(trace):
+    """Also the last one of a worker, which no other iteration follows."""
+    pushes = trace.tables["pushes"]
+    last = np.unique(pushes["worker"][::-1], return_index=True)[1]
+    for row in len(pushes) - 1 - last:
+        late = edit(trace, "pushes", row, comm_s=pushes["comm_s"][row] + 1e-2)
+        assert failing(late) == {TIMES}
+        assert failing(on_ranks(late, 2e-2)) == set(), "by its own clock"
+        assert failing(edit(trace, "pushes", row, comm_s=math.inf)) == {TIMES}
+
+
+def test_the_last_version_is_evaluated():
+    trace = record("dssp", jitter=0.3)
+    none = with_rows(trace, "evaluations", trace.tables["evaluations"][:0])
+    assert failing(none) == set(), "of a workload without losses"
+    losing = of_job(none, workload=Linear(name="linear"))
+    assert DUE in failing(losing)
+    assert DUE not in failing(with_status(losing, "failed"))
+    for workload in (Function(name="mine:train"), Script(name="script")):
+        assert DUE not in failing(of_job(none, workload=workload)), "an evaluation that it need not have"
 
 
 def test_evaluations_that_are_not_due(trace):
@@ -121,7 +144,7 @@ def test_evaluations_that_are_not_due(trace):
 def test_real_runs_skip_an_evaluation_while_another_is_running(trace):
     rows = trace.tables["evaluations"]
     skipped = with_rows(trace, "evaluations", np.delete(rows, 2))
-    real = dataclasses.replace(skipped, attributes={**skipped.attributes, "engine": "mpi"})
+    real = on_ranks(skipped)
     assert failing(real) == set()
     assert failing(with_rows(real, "evaluations", rows[[0, 1, 1, *range(3, len(rows))]])) == {DUE}
 

@@ -69,6 +69,15 @@ def test_the_end_of_the_run_is_no_event():
     assert Release.END in stops
 
 
+def test_a_push_after_the_end_releases_its_own_worker():
+    trace = record("asp", jitter=0.3)
+    grants = trace.tables["grants"]
+    stops = np.flatnonzero(grants["local_steps"] == 0)
+    assert grants["released_by"][stops[1:]].tolist() == [Release.OWN] * 2
+    for row in stops[1:]:
+        assert failing(edit(trace, "grants", row, released_by=Release.END)) == {RELEASED}
+
+
 @pytest.mark.parametrize("paradigm", ["bsp", "ssp", "dssp", "asp"])
 @pytest.mark.parametrize("how", ["other", "own", "end", "unknown"])
 def test_another_release_is_caught(paradigm, how):

@@ -53,11 +53,16 @@ def test_one_element_more_is_found(tmp_path, servers, compression):
 def test_a_trace_without_the_sizes_is_checked_as_far_as_it_can_be(tmp_path):
     """Control: of the bytes of a sparse push only that they are not those of more than the vector is then known."""
     trace = trained(tmp_path, 1, CODECS[0])
-    unknown = {name: value for name, value in trace.attributes.items() if name != "tensors"}
+    sizes = {name: trace.attributes[name] for name in ("tensors", "element_bytes")}
+    unknown = {name: value for name, value in trace.attributes.items() if name not in sizes}
     more = edit(trace, "pushes", 3, wire_bytes=trace.tables["pushes"]["wire_bytes"][3] + 8)
-    for attributes in (unknown, {**unknown, "tensors": "["}):
-        assert passes(dataclasses.replace(more, attributes=attributes))
-    assert not passes(dataclasses.replace(trace, attributes={**unknown, "tensors": "[]"})), "sizes of another model"
+    assert passes(dataclasses.replace(more, attributes=unknown))
+    assert passes(dataclasses.replace(trace, attributes={**unknown, **sizes}))
+    for name, value in sizes.items():
+        assert not passes(dataclasses.replace(trace, attributes={**unknown, name: value})), "without the other one"
+    for tensors in ("[", "[]"):
+        other = {**unknown, **sizes, "tensors": tensors}
+        assert not passes(dataclasses.replace(trace, attributes=other)), "sizes of another model"
 
 
 def test_pushes_that_are_granted_a_ratio_are_checked_by_it(tmp_path, servers):

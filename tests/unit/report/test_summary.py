@@ -587,7 +587,7 @@ def test_only_workers_that_stay_are_compared_in_commits():
     first, gone, third = (worker.pushes for worker in summarize(trace).workers)
     assert gone < min(first, third)
     assert summarize(trace).commits_apart == abs(first - third)
-    left = trace.tables["membership"]
+    left = trace.tables["membership"][:1]
     after = left.copy()
     after["seq"] = trace.tables["pushes"]["seq"].max() + 1
     assert summarize(with_rows(trace, "membership", after)).commits_apart == max(first, third) - gone

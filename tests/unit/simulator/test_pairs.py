@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -224,6 +225,8 @@ def test_only_a_death_may_hide_an_average():
     last = int(np.flatnonzero(rows["worker"] == 2)[-1])
     left = int(np.flatnonzero(trace.tables["membership"]["worker"] == 2)[0])
     died = edit(trace, "membership", left, change=Change.DIED)
+    job = trace.job.model_copy(update={"cluster": trace.job.cluster.model_copy(update={"on_death": "continue"})})
+    died = dataclasses.replace(died, attributes={**died.attributes, "job": job.to_toml()})
     assert failing(trace) == failing(died) == set()
     assert {ATOMIC, NOTICED} & failing(remove(died, "exchanges", last)) == set()
     assert {ATOMIC, NOTICED} <= failing(remove(trace, "exchanges", last))

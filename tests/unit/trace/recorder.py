@@ -70,7 +70,7 @@ def job_of(paradigm, workers=3, updates=40, target=""):
         name="made-up",
         seed=0,
         workload={"name": "timing", "batch_size": 8},
-        cluster={"workers": workers},
+        cluster={"workers": workers, "on_death": "continue"},
         evaluation={"every_samples": 40},
         **tables,
     )
@@ -192,15 +192,20 @@ def play(job, trace, seconds, *, jitter=0.0, seed=0, leave=None, changes=(), sto
             pushed_s[grant.worker] = now_s
             answer = coordinator.pushed(now_s, push_info(now_s, *begun, grant, share))
         commands += [(now_s, command) for command in answer]
+        stopped = []
         for command_s, command in commands:
             if isinstance(command, Grant):
                 if command.local_steps:
                     start(command_s, command, wait_s=command_s - pushed_s[command.worker])
+                else:
+                    stopped.append(command.worker)
             elif isinstance(command, CancelCommand) and not job.commits:  # a committing worker notices too late here
                 cancel(command_s, command)
             elif isinstance(command, UpdateCommand) and evaluations.begin_if_due(coordinator.samples):
                 evaluated.append(coordinator.version)
                 evaluate(now_s)
+        for worker in stopped:
+            coordinator.left(now_s, worker)
     coordinator.close()
     if die_s is None and coordinator.version not in evaluated:
         evaluate(coordinator.updated_s)
@@ -237,10 +242,30 @@ def attributes(job, status=None):
         "job": job.to_toml(),
         "paradigm": job.paradigm.name,
         "engine": "simulator",
+        "seed": job.seed,
         "n_workers": job.cluster.workers,
         "n_servers": job.cluster.servers,
         **own,
     }
+
+
+def on_ranks(trace, uncertainty_s=0.0, starts=((0.0, 0),)):
+    """Return the trace as if real ranks had made it.
+
+    Parameters
+    ----------
+    uncertainty_s
+        That of all clocks but rank 0's, or one of each rank; for each start if it has a second dimension.
+    starts
+        Time and `seq` of each start.
+    """
+    n = trace.job.cluster.ranks
+    uncertain = np.where(np.arange(n) == 0, 0.0, np.broadcast_to(uncertainty_s, (len(starts), n)))
+    clocks = [(start, rank, b"vm", 0.0, s) for start, own in enumerate(uncertain) for rank, s in enumerate(own)]
+    begun = [(start, now_s, seq, b"", b"") for start, (now_s, seq) in enumerate(starts)]
+    tables = {"clocks": np.array(clocks, TABLES["clocks"]), "starts": np.array(begun, TABLES["starts"])}
+    attributes = {**trace.attributes, "engine": "mpi"}
+    return dataclasses.replace(trace, attributes=attributes, tables={**trace.tables, **tables})
 
 
 def edit(trace, table, row, **values):
