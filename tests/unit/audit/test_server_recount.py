@@ -106,7 +106,7 @@ def test_a_departure_before_any_push():
     job, rows = job_of("ssp"), Recorder()
     play(job, rows, (1.0, 1.0, 1.0), leave={0: 1, 1: 1})
     recount = Recount(as_trace(job, rows.rows))
-    assert recount.left_after(np.arange(3), np.full(3, -1)).tolist() == [0, 1, NEVER]
+    assert recount.left_after(np.arange(3), np.full(3, -1)).tolist() == [0, 1, len(recount.events) - 1]
     assert [recount.active(event).tolist() for event in (-1, 0, 1, 2)] == [[0, 1, 2], [1, 2], [2], [2]]
     assert recount.n_active[[-1, 0, 1, 2]].tolist() == [3, 2, 1, 1]
     assert recount.push_lead.max() == 0

@@ -115,6 +115,8 @@ def test_every_change_of_an_audited_value_is_found(paradigm, table):
             for other in (b"other",) if values.dtype.kind == "S" else (value + 1, value - 1):
                 if other != other or other == value or (column == "local_steps" and value and other > 0):
                     continue  # NaN and inf stay the same; no other row determines the number of steps
+                if (table, column, row) == ("membership", "now_s", len(values) - 1) and other > value:
+                    continue  # nothing follows the last departure
                 assert failed(edit(trace, table, row, **{column: other})), f"{column} {value} -> {other} in row {row}"
 
 
