@@ -110,7 +110,7 @@ def test_workers_may_finish_early(comm, needs, folder, paradigm):
     needs(2)
     this = job(paradigm, 1, comm.size - 1, stop={"updates": 10**6})
     workload = check(this)
-    with connect.join(comm, this, workload.model, optimizer_spec(this), None, folder) as sync:
+    with connect.join(comm, this, workload.model, optimizer_spec(this), workload.evaluate, folder) as sync:
         left = 0 if sync.worker is None else 10 + 15 * sync.worker
         leaving(sync, this, workload, left)
     weights = comm.allgather(sync.flat.weights.numpy())
