@@ -134,7 +134,7 @@ class AllReduceSimulation(_SynchronousPeers):
             for begin_s, next_ended_s in times:
                 waited_s += max(0.0, begin_s - max(ended_s, state.end_s))
                 ended_s = next_ended_s
-            state.exchange_s = state.end_s + waited_s
+            state.exchange_s = min(state.end_s + waited_s, ended_s)  # rounding may bring it beyond the end
         self._loop.at(times[-1][1], self._reduced, agreed)
 
     def _encoded(self, agreed: Agreed, payload_bytes: Sequence[int]) -> None:

@@ -542,6 +542,13 @@ def test_a_worker_does_not_wait_for_others_while_a_bucket_is_under_way(share, wa
     assert together == pytest.approx(first["now_s"] - first["begin_s"])
 
 
+def test_no_exchange_takes_less_than_no_time():
+    """Without a network, buckets take none."""
+    compute = {"model": "exponential", "seconds": 0.02, "backward_share": 0.7}
+    rows = Run(ALLREDUCE, 2, 300, workload=TIMING, cluster={"compute": compute}).trace.array("exchanges")
+    assert (rows["comm_s"] >= 0.0).all() and (rows["wait_s"] >= 0.0).all()
+
+
 def test_a_round_of_local_sgd():
     found = ends(local(3), 4)
     averaged = 3.0 + ring_allreduce_s(4, 4000, LATENCY_S, 125e3)
