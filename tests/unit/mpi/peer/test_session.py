@@ -37,6 +37,7 @@ IN_STEP = {
     "permutation": {"name": "gossip", "mode": "permutation"},
     "pull-together": {"name": "gossip", "mode": "pull", "synchronous": True},
     "push-together": {"name": "gossip", "mode": "push", "synchronous": True, "period": 2},
+    "push-sum-together": {"name": "gossip", "mode": "push-sum", "synchronous": True},
 }
 FREE = {
     "pull": {"name": "gossip", "mode": "pull"},
@@ -185,6 +186,14 @@ def ends_as_simulated(comm: MPI.Intracomm, this: Job, folder: Path) -> None:
             simulated = np.concatenate([tensor.numpy().ravel() for _, tensor in sorted(tensors.items())])
             assert (weights == simulated).all() == (seed == 3)
             assert failures(folder / str(seed) / "trace.h5") == []
+        real, made = (evaluated(folder / name / "trace.h5") for name in ("real", "3"))
+        assert real.items() <= made.items(), "real ranks skip evaluations while one is running"
+
+
+def evaluated(path: Path) -> dict[int, tuple[float, ...]]:
+    """Return loss and consensus distance of each evaluated version."""
+    rows = load(path).tables["evaluations"]
+    return {int(row["version"]): row[["loss", "consensus_distance"]].item() for row in rows}
 
 
 @pytest.mark.parametrize("paradigm", IN_STEP)
