@@ -193,15 +193,12 @@ class PeerSimulation(Simulation, Transport):
             self._continue(worker)
 
     def publish_for_evaluation(self, worker: int, serial: int) -> None:
-        """Evaluate once for all synchronous workers, which publish the same iteration one after the other.
-
-        They have all made their steps when the first publishes, and have all exchanged when the last does. In between,
-        a part of the push-sum weights is on its way.
-        """
-        machine, n_published = self._workers[worker].machine, self._n_published + 1
-        self._n_published = n_published % len(self._workers)
-        if n_published == (len(self._workers) if machine.method.evaluated_after else 1):
-            self._evaluate(machine.lockstep.updates, machine.lockstep.samples)
+        """Evaluate once all synchronous workers have published the same iteration."""
+        self._n_published += 1
+        if self._n_published == len(self._workers):
+            self._n_published = 0
+            lockstep = self._workers[worker].machine.lockstep
+            self._evaluate(lockstep.updates, lockstep.samples)
 
     def _report(self, worker: int, result: ExchangeResult) -> StepInfo:
         now_s, state = self._loop.now_s, self._workers[worker]

@@ -195,6 +195,12 @@ class SwapSimulation(_SynchronousPeers):
         self._weights = [1.0] * n_workers  # of push-sum
         self._under_way = [0] * n_workers  # worker -> its transfers in transit
 
+    def publish_for_evaluation(self, worker: int, serial: int) -> None:
+        """Evaluate with the first worker: all have made their steps, and none has given away push-sum weight yet."""
+        if worker == 0:
+            lockstep = self._workers[worker].machine.lockstep
+            self._evaluate(lockstep.updates, lockstep.samples)
+
     def swap(
         self,
         worker: int,
