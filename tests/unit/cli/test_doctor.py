@@ -147,11 +147,13 @@ def test_only_bad_findings_fail() -> None:
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str) -> None:
-    """Replace every probe by a shell script, which writes its result to the file $4."""
+    """Replace every probe by a shell script, which writes its result to the file $4; Python's option -P is not $1."""
     python = tmp_path / "python"
-    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.write_text(f"#!/bin/sh\nshift\n{script}\n")
     python.chmod(0o755)
-    (tmp_path / "mpiexec").write_text('#!/bin/sh\npython=$3; shift 5; exec "$python" "$@"\n')  # -n 2 PYTHON -m mpi4py
+    (tmp_path / "mpiexec").write_text(  # -n 2 PYTHON -P -m mpi4py
+        '#!/bin/sh\npython=$3; shift 6; exec "$python" -P "$@"\n'
+    )
     (tmp_path / "mpiexec").chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
     monkeypatch.setenv("MPIEXEC", str(tmp_path / "mpiexec"))
