@@ -57,7 +57,9 @@ def check_clocks(trace: Trace) -> list[Check]:
     known = np.isfinite(clocks["offset_s"]) & np.isfinite(clocks["uncertainty_s"]) & (clocks["uncertainty_s"] >= 0)
     exact = clocks["rank"] == 0 if trace.attributes["engine"] == "mpi" else np.full(len(clocks), simulated)
     known &= ~exact | ((clocks["offset_s"] == 0) & (clocks["uncertainty_s"] == 0))
-    missing = np.argwhere(_absent(trace) & ~_away(trace)) if not simulated else np.zeros((0, 2), int)
+    absent = [] if simulated else np.argwhere(_absent(trace)).tolist()
+    workers = [(start, rank, rank - job.cluster.servers) for start, rank in absent]
+    missing = [(start, rank) for start, rank, worker in workers if worker < 0 or not _is_away(trace, start, worker)]
     again = np.ones(len(clocks), bool)
     again[np.unique(clocks[["start", "rank"]], return_index=True)[1]] = False
     describe = describe_columns("/clocks", clocks, "start", "rank", "offset_s", "uncertainty_s")
@@ -86,19 +88,15 @@ def _absent(trace: Trace) -> Rows:
     return absent
 
 
-def _away(trace: Trace) -> Rows:
-    """Return the ranks of workers that have left before each start, or die after it without a row; as `_absent`."""
-    membership, starts, servers = trace.tables["membership"], trace.tables["starts"], trace.job.cluster.servers
+def _is_away(trace: Trace, start: int, worker: int) -> bool:
+    """Return whether a worker has left before a start, or dies after it without a push or an exchange."""
+    changes, start_row = trace.tables["membership"], trace.tables["starts"][start]
     rows = trace.tables["pushes" if trace.job.has_servers else "exchanges"]
-    away = np.zeros((len(starts), trace.job.cluster.ranks), bool)
-    for of_start, start in zip(away, starts, strict=True):
-        for worker in set(membership["worker"].tolist()) & set(range(trace.n_workers)):
-            own = membership[membership["worker"] == worker]
-            before, after = own[own["seq"] <= start["seq"]], own[own["seq"] > start["seq"]]
-            acts_s = rows["now_s"][(rows["worker"] == worker) & (rows["now_s"] > start["now_s"])]
-            dies = after["change"][:1].tolist() == [Change.DIED] and not (acts_s <= after["now_s"][0]).any()
-            of_start[servers + worker] = dies or before["change"][-1:].tolist() not in ([], [Change.JOINED])
-    return away
+    own = changes[changes["worker"] == worker]
+    before, after = own[own["seq"] <= start_row["seq"]], own[own["seq"] > start_row["seq"]]
+    acts_s = rows["now_s"][(rows["worker"] == worker) & (rows["now_s"] > start_row["now_s"])]
+    dies = after["change"][:1].tolist() == [Change.DIED] and not (acts_s <= after["now_s"][0]).any()
+    return dies or before["change"][-1:].tolist() not in ([], [Change.JOINED])
 
 
 def check_absences(trace: Trace) -> Check:
