@@ -12,6 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
+from hpcsync.audit.clock_errors import clock_errors_s
 from hpcsync.paradigms.gossip import PeerSelection
 from hpcsync.paradigms.records import ALL_PEERS, NO_PEER
 from hpcsync.planning.layer_groups import Groups
@@ -19,7 +20,6 @@ from hpcsync.trace.iteration_counts import running_count
 from hpcsync.trace.reader import Trace
 from hpcsync.trace.schema import Change, Rows
 
-DRIFT = 1e-4  # largest drift between the clocks of two hosts, seconds per second
 SAME_TIME_S = 1e-6  # far above the rounding of float64 seconds, below any difference that matters
 
 
@@ -63,11 +63,7 @@ class PeerRecount:
         self.made = np.bincount(self.steps["worker"], minlength=self.n_workers)
         self.left_s = np.full(self.n_workers, np.inf)
         np.minimum.at(self.left_s, self.membership["worker"], self.membership["now_s"])
-        of_worker = np.zeros(self.n_workers)
-        known = clocks[(clocks["rank"] >= 0) & (clocks["rank"] < self.n_workers)]
-        np.maximum.at(of_worker, known["rank"], known["uncertainty_s"])  # the largest of all starts of the run
-        drift = DRIFT if len(np.unique(clocks["host"])) > 1 else 0.0
-        self.uncertain_s = of_worker[self.steps["worker"]] + drift * self.steps["now_s"] + SAME_TIME_S
+        self.uncertain_s = clock_errors_s(clocks, 0, self.steps["worker"], self.steps["now_s"]) + SAME_TIME_S
 
     @property
     def mode(self) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from hpcsync.audit.check import Check, Part, check_all, check_rows, describe_columns
+from hpcsync.audit.clock_errors import DRIFT
 from hpcsync.audit.server_recount import Recount
 from hpcsync.config.job import Script
 from hpcsync.config.workloads import Function, Timing
@@ -16,7 +17,6 @@ from hpcsync.trace.schema import Change, Rows
 from hpcsync.training.lr_schedule import learning_rate
 
 SAME_TIME_S = 1e-6
-DRIFT = 1e-4  # largest relative difference between the speeds of two clocks
 TIMED = ("pushes", "grants", "updates", "exchanges", "membership")
 RATE = 1e-12  # largest relative difference between equal rates
 
@@ -61,7 +61,7 @@ def times_add_up(recount: Recount) -> Check:
     clock is in /clocks. It waits at least as long as it is blocked, and not since before the run. Its push is handled
     after it has been sent.
     """
-    pushes, error_s = recount.pushes, _clock_error_s(recount, recount.pushes) + SAME_TIME_S
+    pushes, error_s = recount.pushes, recount.clock_error_s + SAME_TIME_S
     took_s = pushes["end_s"] - pushes["begin_s"]
     spent_s = pushes["load_s"] + pushes["compute_s"]
     order = np.lexsort((pushes["seq"], pushes["worker"]))
@@ -133,16 +133,6 @@ def _resumed(recount: Recount, own: Rows) -> Rows:
     handled = np.searchsorted(starts["seq"], own["seq"])
     measured = np.searchsorted(starts["now_s"], own["begin_s"], side="right")  # it may begin at 0 s, as the run
     return (handled[1:] != handled[:-1]) | (measured[1:] != measured[:-1])
-
-
-def _clock_error_s(recount: Recount, pushes: Rows) -> Rows:
-    """Return the largest error of each push's times on the deciding server's clock, in seconds."""
-    clocks = recount.trace.tables["clocks"]
-    worst_s = np.zeros(recount.n_workers)
-    ranks = clocks["rank"].astype(np.int64) - recount.job.cluster.servers
-    known = (ranks >= 0) & (ranks < recount.n_workers) & np.isfinite(clocks["uncertainty_s"])
-    np.maximum.at(worst_s, ranks[known], clocks["uncertainty_s"][known])
-    return worst_s[pushes["worker"]] + DRIFT * np.abs(pushes["now_s"])
 
 
 def evaluations_come_when_due(trace: Trace) -> Check:

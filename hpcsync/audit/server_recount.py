@@ -12,6 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
+from hpcsync.audit.clock_errors import clock_errors_s
 from hpcsync.trace.iteration_counts import NEVER, follow, running_count
 from hpcsync.trace.reader import Trace
 from hpcsync.trace.schema import ELAPSED, EVALUATED, EVENTS, Change, Outcome, Rows
@@ -238,6 +239,12 @@ class Recount:
         """`seq` of the decision with which a second paradigm begins, or NEVER."""
         rows = self.decisions[self.decisions["controller"] == b"switch"]
         return int(rows["seq"][0]) if len(rows) else NEVER
+
+    @cached_property
+    def clock_error_s(self) -> Rows:
+        """Largest error of each push's times on the deciding server's clock, in seconds; shape (n_pushes,)."""
+        clocks, n_servers = self.trace.tables["clocks"], self.job.cluster.servers
+        return clock_errors_s(clocks, n_servers, self.pushes["worker"], self.pushes["now_s"])
 
     # ---- versions --------------------------------------------------------------------------------------------------
 

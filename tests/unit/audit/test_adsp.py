@@ -24,6 +24,7 @@ from tests.unit.trace.recorder import (
     as_trace,
     edit,
     job_of,
+    on_ranks,
     record,
     with_job,
     with_rows,
@@ -313,6 +314,19 @@ def test_grants_of_adsp(adsp):
     pushes = adsp.tables["pushes"]
     late = edit(adsp, "pushes", 30, end_s=pushes["begin_s"][30])
     assert failing(late) == {DUE}, "its last step ends before the commit is due"
+
+
+def test_the_clock_of_a_worker_may_say_that_its_commit_came_early(adsp):
+    pushes = adsp.tables["pushes"].copy()
+    own = (pushes["worker"] == 1) & (pushes["iteration"] > 1)
+    for column in ("begin_s", "end_s"):
+        pushes[column][own] -= 2.0
+    early = with_rows(adsp, "pushes", pushes)
+    assert DUE in failing(early)
+    n_servers, n_workers = adsp.job.cluster.servers, adsp.n_workers
+    for worker in range(n_workers):
+        uncertain_s = np.where(np.arange(n_servers + n_workers) == n_servers + worker, 2.01, 0.0)
+        assert (DUE in failing(on_ranks(early, uncertain_s))) == (worker != 1)
 
 
 @pytest.mark.parametrize(
