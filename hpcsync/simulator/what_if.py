@@ -127,6 +127,7 @@ def study(trace: Trace | TraceFile, paradigms: Sequence[Mapping[str, Any]] = ())
         replaced = [_replaced(each, medians[i], operations) if i in chosen else each for i, each in enumerate(times)]
         return _duration_s(recorded, replaced)
 
+    replayed_s, even_s = duration_s((), ()), duration_s(every, OPERATIONS)
     by_speed_s = None
     if trace.job.batches.policy == "equal" and trace.job.paradigm.allocates:
         allocated = _with_batches_by_speed(recorded.job)
@@ -137,8 +138,8 @@ def study(trace: Trace | TraceFile, paradigms: Sequence[Mapping[str, Any]] = ())
     return WhatIf(
         recorded.samples,
         recorded.real_s,
-        duration_s((), ()),
-        duration_s(every, OPERATIONS),
+        replayed_s,
+        even_s,
         {worker: duration_s([worker], OPERATIONS) for worker in slowest},
         {operation: duration_s(every, [operation]) for operation in OPERATIONS},
         by_speed_s,
@@ -327,4 +328,6 @@ def _duration_s(recorded: _Recorded, workers: Sequence[Columns]) -> float:
             factory.simulation(job, workload, Workers(loop, devices, links), trace).run()
     except JobError as error:
         raise NotReplayed(str(error)) from None
+    if not trace.now_s:
+        raise NotReplayed("its iterations would take no time")
     return trace.now_s

@@ -8,7 +8,7 @@ import pytest
 from hpcsync.config.errors import JobError
 from hpcsync.report.explanation import explain, sentences
 from hpcsync.simulator import what_if
-from hpcsync.simulator.what_if import study
+from hpcsync.simulator.what_if import NotReplayed, study
 from hpcsync.trace.reader import opened
 from tests.unit.jobs import LINEAR
 from tests.unit.simulator.runs import simulated
@@ -38,6 +38,16 @@ def test_one_worker_of_half_the_speed_costs_others_nothing_without_waiting(tmp_p
     assert found.of_worker(0) == pytest.approx(1.0, rel=0.02)
     assert found.of_operation("transfer") == 1.0
     assert found.by_speed_s is None
+
+
+@pytest.mark.parametrize(
+    ("paradigm", "seconds"),
+    [("asp", [0.0, 0.0]), ("ad-psgd", [0.0, 0.0]), ("bsp", [0.0, 0.0, 0.1]), ("allreduce", [0.0, 0.0, 0.1])],
+)
+def test_iterations_that_take_no_time(tmp_path, paradigm, seconds):
+    """Neither as recorded nor with the median of the workers can slowdowns be divided by them."""
+    with pytest.raises(NotReplayed, match="would take no time"):
+        study(simulated(tmp_path, {"name": paradigm}, seconds))
 
 
 @pytest.mark.parametrize(
