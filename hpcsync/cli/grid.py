@@ -220,7 +220,7 @@ def plan(
 
 
 def check(path: Path, runs: Iterable[Run], *, simulated: bool) -> None:
-    """Raise JobError for a job that cannot run, or for a folder that holds another job."""
+    """Raise JobError for a job that cannot run, or a folder that holds a run of another job or engine."""
     from hpcsync.config.user_code import import_beside
     from hpcsync.core.job_validation import check as check_job
     from hpcsync.run_dir import layout
@@ -233,12 +233,12 @@ def check(path: Path, runs: Iterable[Run], *, simulated: bool) -> None:
         if run.variant not in checked:
             checked.add(run.variant)
             check_job(run.job)
-        _refuse_other_job(run)
+        _refuse_other_run(run, simulated=simulated)
     for run in runs:
         layout.create_folder(run.folder.parent)
 
 
-def _refuse_other_job(run: Run) -> None:
+def _refuse_other_run(run: Run, *, simulated: bool) -> None:
     from hpcsync.run_dir import layout
 
     file = run.folder / "job.toml"
@@ -247,6 +247,20 @@ def _refuse_other_job(run: Run) -> None:
     before = Job.from_toml(file.read_text(encoding="utf-8"))
     if jobs.used(before) != jobs.used(layout.as_begun(run.job, before)):
         raise JobError(f"--out: {run.folder} holds a run of another job; give another folder")
+    if _engine(run.folder) not in (None, "simulator" if simulated else "mpi"):
+        other = "a run on MPI ranks" if simulated else "a simulation"
+        raise JobError(f"--out: {run.folder} holds {other}; give another folder")
+
+
+def _engine(folder: Path) -> str | None:
+    """Return what has made the run in a folder; None if its trace does not say so."""
+    from hpcsync.trace.reader import TraceError, opened
+
+    try:
+        with opened(folder) as trace:
+            return trace.attributes.get("engine")
+    except TraceError:
+        return None
 
 
 def finished(run: Run) -> bool:

@@ -156,7 +156,7 @@ def _newest(folder: Path) -> Path:
     try:
         if (folder / STATUS).exists():
             return folder
-        found = sorted(folder.glob(f"*/{STATUS}"), key=lambda path: path.stat().st_mtime)
+        found = sorted(folder.rglob(STATUS), key=lambda path: path.stat().st_mtime)
         if not found:
             none = "no such folder" if not folder.exists() else "must be the folder of a run, or of runs"
             what = "holds no run that has a status; a simulation keeps none" if folder.is_dir() else none

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -256,9 +257,14 @@ def _matrix(label: str, waits_s: Rows, workers: Sequence[int]) -> Markup:
             box = {"x": x, "y": y, "width": size - 1, "height": size - 1}
             parts.append(element("rect", told, class_="cell", fill_opacity=shade, **box))
             if has_numbers and waited_s >= 0.01 * largest:
-                words = f"{waited_s:.2g}" if waited_s < 10 else f"{waited_s:,.0f}"
-                parts.append(text(x + size / 2, y + size / 2 + 4, words, "value", "middle"))
+                parts.append(text(x + size / 2, y + size / 2 + 4, _in_cell(waited_s, size), "value", "middle"))
     return picture(f"Waiting under {label}", top + size * len(workers) + 6, *parts)
+
+
+def _in_cell(waited_s: float, size: float) -> str:
+    """Return the seconds as a number that fits into a cell of this size, such as ``123k``; "" if there is none."""
+    forms = (f"{waited_s:.2g}" if waited_s < 10 else f"{waited_s:,.0f}", short(float(f"{waited_s:.3g}")))
+    return next((words for words in forms if DIGIT * (len(words) - 0.5 * len(re.findall("[.,]", words))) <= size), "")
 
 
 # ---- distributions ----

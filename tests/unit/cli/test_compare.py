@@ -179,6 +179,19 @@ def test_the_other_jobs_folder_is_refused(job: Path, commands: Commands) -> None
         main([job], asked(seeds=1, overrides=["workload.batch_size=16"]))
 
 
+def test_runs_on_ranks_and_simulations_do_not_share_a_folder(job: Path, commands: Commands) -> None:
+    """Their times differ, and an unfinished run would be put aside or resumed by the other command."""
+    assert main([job], asked(seeds=1)) == 0
+    with pytest.raises(JobError, match="grid/bsp/seed-5 holds a simulation; give another folder"):
+        main([job], asked(seeds=1, simulate=False))
+    with h5py.File("grid/ssp-staleness=2/seed-5/trace.h5", "r+") as trace:
+        trace.attrs["engine"] = "mpi"
+    with pytest.raises(JobError, match="grid/ssp-staleness=2/seed-5 holds a run on MPI ranks; give another folder"):
+        main([job], asked(seeds=1))
+    Path("grid/bsp/seed-5/trace.h5").write_bytes(b"")  # as if the run had been killed: its engine is unknown
+    assert grid._engine(Path("grid/bsp/seed-5")) is None
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

@@ -17,7 +17,7 @@ import shlex
 import shutil
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -195,6 +195,46 @@ def uses_trace(arguments: list[str]) -> bool:
 def copy_run(folder: Path, run_folder: Path) -> None:
     if not folder.exists():
         shutil.copytree(run_folder, folder)
+
+
+def folder_of(arguments: list[str]) -> str | None:
+    """The folder in which a command starts runs; None: it starts none, resumes, or makes a new folder each time."""
+    name, options = arguments[1], parse(arguments[1:])
+    jobs_given = [word for word in arguments if word.endswith(".toml")]
+    if name not in ("run", "simulate", "compare", "advise") or options.get("resume") or not jobs_given:
+        return None
+    suffix = {"compare": "compare", "advise": "advice"}.get(name)
+    default = f"runs/{jobs.load(jobs_given[0]).name}-{suffix}" if suffix else None
+    folder = str(options["out"]) if options["out"] is not None else default
+    return f"{folder}/workers-N" if folder and name == "advise" and options["workers"] else folder
+
+
+def taken_twice(every: Iterable[list[str]]) -> list[str]:
+    """The folders in which two different commands start runs: the second one would be refused."""
+    first: dict[str, list[str]] = {}
+    folders = [(folder_of(arguments), arguments) for arguments in every]
+    return [folder for folder, arguments in folders if folder and first.setdefault(folder, arguments) != arguments]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_commands_of_a_page_can_follow_each_other(page: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "jobs").symlink_to(ROOT / "jobs")
+    found = []
+    for block in blocks(page):
+        if block.file:
+            (tmp_path / block.file).write_text(block.text)
+        found += [words(command) for command, _ in commands(block)]
+    assert taken_twice(arguments for arguments in found if Path(arguments[0]).name == "hpcsync") == []
+
+
+def test_two_commands_of_a_page_in_one_folder_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    grid = ["hpcsync", "compare", "jobs/digits-dssp.toml", "--vary", 'paradigm=["bsp", "asp"]']
+    assert taken_twice([grid, grid, [*grid, "--out", "other"]]) == []
+    assert taken_twice([grid, [*grid, "--simulate"]]) == ["runs/digits-dssp-compare"]
+    run = ["hpcsync", "run", "jobs/digits-dssp.toml", "--out", "mine"]
+    assert taken_twice([run, [*run, "--resume"], [*run, "-n", "3"]]) == ["mine"]
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "jobs").glob("*.toml")), ids=lambda path: path.name)

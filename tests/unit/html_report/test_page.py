@@ -251,6 +251,15 @@ def test_who_waited_for_whom(runs: dict[str, list[RunData]]) -> None:
     assert 'id="waiting"' not in render({"": {"bsp": [run._replace(waits_s=np.zeros((3, 3)))]}})
 
 
+def test_numbers_of_who_waited_for_whom_fit_into_their_cells(runs: dict[str, list[RunData]]) -> None:
+    waits_s = np.diag([0.0012, 0.081, 2.5, 31_234.5, 123_456.0, 0.00087])
+    for scale in (waits_s[:1, :1], waits_s[5:, 5:], waits_s[:3, :3], waits_s[3:5, 3:5]):
+        largest = float(scale.max())
+        text = render({"": {"bsp": [runs["bsp"][0]._replace(waits_s=scale)]}})
+        wanted = {0.0012: ["0.0012"], 0.00087: [], 2.5: ["0.081", "2.5"], 123_456.0: ["31,234", "123k"]}[largest]
+        assert re.findall(r'class="value" text-anchor="middle">([^<]+)<', text.partition('id="waiting"')[2]) == wanted
+
+
 def test_numbers_of_a_long_run_have_no_powers_of_ten(runs: dict[str, list[RunData]]) -> None:
     run = runs["dssp"][0]
     waits_s = np.where(np.eye(3), 0.0, 31_234.5)

@@ -193,6 +193,12 @@ def test_the_command_shows_the_newest_run(tmp_path, capsys):
     (line,) = capsys.readouterr().out.splitlines()
     assert json.loads(line)["workers"]["host"] == ["a", "b"]
     assert watching.watch(tmp_path / "old", once=True, as_json=False) == 1
+    time.sleep(0.02)
+    written(tmp_path / "digits-compare" / "bsp" / "seed-1", "failed")  # a run of `hpcsync compare`
+    assert [watching.watch(folder, once=True, as_json=False) for folder in (tmp_path, tmp_path / "digits-compare")] == [
+        1,
+        1,
+    ]
     assert "failed" in capsys.readouterr().out
 
 
