@@ -162,7 +162,8 @@ class SeparatedLayers(Layers):
     def complete(self, flat: FlatModel, read: Read, buffers: Buffers) -> float:
         """Read the layers below the cut; on rank 0, which has those above it."""
         vectors = buffers.packed(), buffers.new()
-        assert _read_parts([p.detach() for p in self._all_below], self.first, read, vectors[1])
+        was_read = _read_parts([p.detach() for p in self._all_below], self.first, read, vectors[1])
+        assert was_read
         buffers.adopt(vectors, self._owners)
         return self._distance
 

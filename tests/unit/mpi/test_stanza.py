@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +30,7 @@ from hpcsync.trace.reader import load
 from hpcsync.training.local_update import Peer
 from tests.mpi.training import Nothing, failures, one_process
 
+ROOT = Path(__file__).resolve().parents[3]
 NESTEROV = {"name": "sgd", "lr": 0.1, "momentum": 0.9, "nesterov": True}
 ADAM = {"name": "adam", "lr": 0.01}
 BELOW, ABOVE, CUT = 76, 323, 36  # numbers of the workload's layers, and of a sample between them
@@ -85,6 +89,31 @@ def test_the_weights_are_those_of_one_process_and_of_the_simulation(comm, needs,
         assert np.allclose(weights[0], one_process(this, n_convolution), rtol=1e-10, atol=1e-14)
         assert not np.allclose(weights[0], one_process(this, n_convolution + 1), rtol=1e-6, atol=1e-9)
         assert session.flat.weights.is_cuda or np.array_equal(weights[0], simulated(this))
+
+
+OPTIMIZED = """
+import sys
+from pathlib import Path
+import numpy as np
+from hpcsync.mpi.transport import thread_ranks
+from hpcsync.system import garbage
+from tests.unit.mpi.test_stanza import job, run, simulated
+
+def rank(comm):
+    _, weights = run(comm, job(2), Path(sys.argv[1]))
+    if comm.rank == 0:
+        print(np.array_equal(weights[0], simulated(job(2))))
+
+garbage.freeze = lambda: None
+thread_ranks.run(2, rank, limit_s=240.0)
+"""
+
+
+def test_a_python_without_assertions_gives_the_same_weights(tmp_path):
+    """With PYTHONOPTIMIZE or -O, assertions are not computed at all."""
+    argv = [sys.executable, "-O", "-c", OPTIMIZED, str(tmp_path)]
+    said = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert said.splitlines()[-1] == "True"
 
 
 @pytest.mark.parametrize("factor", ["own_mean", "weight"])
