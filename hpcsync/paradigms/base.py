@@ -117,7 +117,7 @@ class Paradigm(Stateful, ABC):
     def check(self) -> None:
         """Assert the invariants, recomputed from plain counts instead of the incremental bookkeeping of `handle`.
 
-        Costs O(n_workers). Tests, simulations and audits call it after every event.
+        Costs O(n_workers). Tests and simulations call it after every event.
         """
         self._progress.check()
         active, blocked = self._progress.active, self._blocked_since_s

@@ -359,7 +359,7 @@ def _refused(path: Path, owner: Owner | None) -> JobError:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text().strip()
+        return os.fsdecode(path.read_bytes()).strip()  # a process may have any name
     except OSError:
         return ""
 

@@ -115,8 +115,7 @@ def unlink_attached() -> None:
     MPICH unlinks it when it finalizes, which a killed rank never does. Where there is no `hpcsync run` to remove it, on
     the other nodes, it would use memory until somebody deletes it. To be called by a rank once all have started.
     """
-    maps = PROCESSES / "self" / "maps"
-    for line in maps.read_text().splitlines() if maps.exists() else ():
+    for line in _maps(PROCESSES / "self") if PROCESSES.is_dir() else ():
         if ATTACHED.search(line):
             Path(line.split()[-1]).unlink(missing_ok=True)  # another rank may be faster
 
@@ -176,11 +175,16 @@ def _used() -> set[int]:
                     found = handle.stat()
                     if found.st_dev == device:
                         used.add(found.st_ino)
-            for line in (folder / "maps").read_text().splitlines():
+            for line in _maps(folder):
                 _, _, _, of_device, inode, *_ = line.split(maxsplit=5)
                 if of_device == numbers:
                     used.add(int(inode))
     return used
+
+
+def _maps(process: Path) -> list[str]:
+    """Return the lines of a process's map; files in it may have any name, but the kernel escapes the ends of lines."""
+    return os.fsdecode((process / "maps").read_bytes()).split("\n")[:-1]
 
 
 @contextlib.contextmanager

@@ -119,9 +119,9 @@ def told_to_end() -> bool:
 
 
 def _parent() -> str:
-    """Return the name of the process that has started this one."""
+    """Return the name of the process that has started this one; the kernel may have cut it within a character."""
     with suppress(OSError):
-        return Path(f"/proc/{os.getppid()}/comm").read_text().strip()
+        return os.fsdecode(Path(f"/proc/{os.getppid()}/comm").read_bytes()).strip()
     return ""
 
 

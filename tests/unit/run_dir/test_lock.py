@@ -216,6 +216,19 @@ def test_a_process_is_told_from_another_of_its_id_by_its_start():
     assert started_s == pytest.approx(psutil.Process().create_time(), abs=2.0)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's name of a process is read on Linux only")
+def test_the_start_of_a_process_whose_name_was_cut_within_a_character():
+    """The kernel keeps 15 bytes of the name of a script that is started as a program."""
+    name, start = Path("/proc/self/comm"), start_of(os.getpid())
+    before = name.read_bytes()
+    try:
+        name.write_bytes("experimente_grün.py".encode()[:15])
+        assert name.read_bytes() == b"experimente_gr\xc3\n"
+        assert start_of(os.getpid()) == start != ""
+    finally:
+        name.write_bytes(before)
+
+
 def test_the_owner_is_judged_by_what_is_known():
     mine = Owner("a", "n1", "k", "p", 1, "5", "77", "1")
     other = replace(mine, token="b", job="", restarts="0")

@@ -91,6 +91,24 @@ def test_only_segments_that_nobody_uses_are_removed(tmp_path, monkeypatch):
     assert {*tmp_path.iterdir()} == {before, *kept[2:]}
 
 
+def test_other_processes_may_map_files_of_any_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(process_cleanup, "MEMORY", tmp_path)
+    used, left, since_ns = tmp_path / "mpich_shm_used", tmp_path / "mpich_shm_left", time.time_ns()
+    names = [os.fsencode(tmp_path / name) for name in ("\udce9", "\x85", "a\u2028b", "a\nb", "mpich_shm_used")]
+    for name in (*names, left):
+        with open(name, "wb") as file:
+            file.write(b"x")
+    mapped = []
+    for name in names:
+        with open(name, "r+b") as file:
+            mapped.append(mmap.mmap(file.fileno(), 1))
+    process_cleanup.unlink_attached()  # with these names in the map of this process
+    remove_segments(since_ns)
+    assert used.exists() and not left.exists()
+    for each in mapped:
+        each.close()
+
+
 def test_only_empty_sessions_since_the_launch_are_removed(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     top = tmp_path / f"ompi.{os.uname().nodename}.{os.getuid()}"

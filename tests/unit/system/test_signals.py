@@ -64,6 +64,22 @@ def test_sigterm_ends_a_rank_of_mpich_s_launcher_while_it_starts() -> None:
     assert ended(mpich + starting + "left_to_rank_0()\n" + wait, signal.SIGTERM) == (0, "alive")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the name of the parent is known on Linux only")
+def test_a_rank_may_be_started_by_a_program_whose_name_was_cut_within_a_character() -> None:
+    """The kernel keeps 15 bytes of the name of a script that is started as a program."""
+    cut = "experimente_grün.sh".encode()[:15]
+    assert ended(f"open('/proc/self/comm', 'wb').write({cut!r})\n" + IN_CHILD) == (0, ascii(os.fsdecode(cut)))
+
+
+IN_CHILD = """
+print("up", flush=True)
+import hpcsync.system.signals as signals
+if not (child := os.fork()):
+    left_to_rank_0(starting=True)
+    print(ascii(signals._parent()), flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+"""
 ENDING = """
 class Late:
     def __del__(self):  # once Python has given signals back
