@@ -41,7 +41,7 @@ def say(doing: str) -> None:
 
 
 class Standing(Protocol):
-    """Counts and last evaluation of a run."""
+    """Counts of a run, its latest training loss, and the accuracy at its last evaluation."""
 
     version: int
     samples: int
@@ -90,7 +90,7 @@ class Progress:
         now_s : float
             The run's own time, in seconds.
         run : Standing
-            Counts and last evaluation of the run.
+            Counts of the run, its latest training loss, and the accuracy at its last evaluation.
         """
         clock_s = self._clock()
         if self._recent and clock_s < self._next_s:
@@ -148,6 +148,6 @@ def _standing(now_s: float, run: Standing) -> str:
 
 
 def _quality(run: Standing) -> list[str]:
-    """Return the last loss and accuracy, as far as they are known."""
+    """Return the latest training loss and the accuracy at the last evaluation, as far as they are known."""
     last = (("loss", run.last_loss, ".4g"), ("accuracy", run.last_accuracy, ".4f"))
     return [f"{name} {value:{digits}}" for name, value, digits in last if not math.isnan(value)]
