@@ -131,7 +131,7 @@ class Monitor:
                 self._periodic_tasks(now_s)
                 chores_s = now_s
             if record is None:
-                self._remove_dead(now_s)
+                self._remove_dead()
                 self._backoff.pause()
         if self._evaluator is not None:
             self._evaluator.close()
@@ -166,14 +166,16 @@ class Monitor:
         if not self._coordinator.active:
             self._broadcast(messages.PeerCommandKind.ALL_ENDED)
 
-    def _remove_dead(self, now_s: float) -> None:
-        """Continue without workers that have died; their step infos received before count."""
-        for worker in self._link.deaths.look():
-            if worker in self._unsettled:
-                self._unsettled.remove(worker)
-                self._dead.add(worker)
-                self._left(now_s, worker, Change.DIED)
-                ulfm.tell(worker)
+    def _remove_dead(self) -> None:
+        """Continue without workers that have died; the step infos that they sent count."""
+        died = [worker for worker in self._link.deaths.look() if worker in self._unsettled]
+        while died and (record := self._infos.poll()) is not None:  # they may have arrived since the last look
+            self._handle_info(self._link.clock.now(), record)
+        for worker in sorted(self._unsettled.intersection(died)):
+            self._unsettled.remove(worker)
+            self._dead.add(worker)
+            self._left(self._link.clock.now(), worker, Change.DIED)
+            ulfm.tell(worker)
 
     def _periodic_tasks(self, now_s: float) -> None:
         if (number := self._received()) is not None:
