@@ -17,14 +17,14 @@ ROUNDING = 1e-9  # of a sum of numbers, relative
 def averages_are_noticed(run: PeerRecount, name: str) -> Check:
     """Check that an initiator receives one model, and the peer as many as others have initiated averages with it.
 
-    An average of a worker that died, or of which the row is missing in an unfinished trace, may have no row.
+    Averages of a worker that died, or of which the row is missing in an unfinished trace, may have no row.
     """
     steps, died = run.steps, run.died["worker"]
     initiates = run.initiates[steps["worker"]]
     received = np.bincount(run.rows["worker"], run.rows["n_received"], minlength=run.n_workers).astype(int)
     initiated = np.bincount(run.peer[run.exchanged], minlength=run.n_workers)
     least = np.where(np.isin(np.arange(run.n_workers), died) | (not run.finished), 0, initiated)
-    most = initiated + (len(died) if run.finished else run.n_workers)
+    most = initiated + run.unrecorded.sum() + (0 if run.finished else run.n_workers)
     wrong = ~run.initiates & ((received < least) | (received > most))
     return check_all(
         name,

@@ -161,6 +161,21 @@ class PeerRecount:
         """Rows of /membership of workers that died, in order."""
         return self.membership[self.membership["change"] == Change.DIED]
 
+    @cached_property
+    def unrecorded(self) -> Rows:
+        """Largest number of steps without a row of each worker that died, else 0; shape (n_workers,).
+
+        The messages that rank 0 has not received are lost with their sender. There may be one since the last recorded
+        step, and one in each time of the run's shortest iteration.
+        """
+        begin_s, before = self.steps["begin_s"], previous(self.steps["worker"])
+        shortest_s = (begin_s - begin_s[before])[before >= 0].min(initial=np.inf)
+        last_s, unrecorded = np.zeros(self.n_workers), np.zeros(self.n_workers, np.int64)
+        np.maximum.at(last_s, self.steps["worker"], self.steps["end_s"] - self.uncertain_s)
+        dead = self.died["worker"]
+        unrecorded[dead] = 1 + np.maximum(self.left_s - last_s, 0.0)[dead] // max(shortest_s, SAME_TIME_S)
+        return unrecorded
+
     @property
     def _weight(self) -> Rows:
         """Push-sum weight of the worker before the exchange of each step, shape (n_steps,)."""

@@ -66,7 +66,7 @@ def times_add_up(recount: Recount) -> Check:
     spent_s = pushes["load_s"] + pushes["compute_s"]
     order = np.lexsort((pushes["seq"], pushes["worker"]))
     own = pushes[order]
-    follows = (own["worker"][1:] == own["worker"][:-1]) & ~recount.begins_anew[order][1:] & ~_resumed(recount, own)
+    follows = (own["worker"][1:] == own["worker"][:-1]) & ~recount.begins_anew[order][1:] & ~_resumed(recount, order)
     before, after = own[:-1][follows], own[1:][follows]
     idle_s = after["begin_s"] - before["end_s"]
     busy_s = before["encode_s"] + before["comm_s"] - before["pull_s"] + after["wait_s"] + after["pull_s"]
@@ -124,15 +124,21 @@ def times_add_up(recount: Recount) -> Check:
     )
 
 
-def _resumed(recount: Recount, own: Rows) -> Rows:
+def _resumed(recount: Recount, order: Rows) -> Rows:
     """Return between which pushes of the same worker the run resumed, bool of shape (n_pushes - 1,).
 
-    A push that was held back for the checkpoint was measured before the resume, and handled after it.
+    A push that was held back for the checkpoint was granted and measured before the resume, and handled after it.
+
+    Parameters
+    ----------
+    order
+        Sorts the pushes by worker.
     """
-    starts = recount.trace.tables["starts"]
-    handled = np.searchsorted(starts["seq"], own["seq"])
-    measured = np.searchsorted(starts["now_s"], own["begin_s"], side="right")  # it may begin at 0 s, as the run
-    return (handled[1:] != handled[:-1]) | (measured[1:] != measured[:-1])
+    starts_seq = recount.trace.tables["starts"]["seq"]
+    granted_seq = np.append(recount.grants["seq"], 1)[recount.push_permit]  # row -1, no grant, is in the first start
+    handled = np.searchsorted(starts_seq, recount.pushes["seq"])[order]
+    held_back = np.searchsorted(starts_seq, granted_seq)[order] != handled
+    return (handled[1:] != handled[:-1]) | held_back[:-1]
 
 
 def evaluations_come_when_due(trace: Trace) -> Check:

@@ -25,11 +25,12 @@ class Gossip:
     ----------
     lags
         Number of rounds after the death until each worker learns of it.
-    last_push
-        True if the model that the dead worker sent in its unrecorded last iteration arrives.
+    n_unrecorded
+        Number of models of the dead worker that arrive, from as many last iterations that are not recorded.
     """
 
-    def __init__(self, mode: str, lags: tuple[int, ...] = (0, 2, 0, 5), last_push: bool = False) -> None:
+    def __init__(self, mode: str, lags: tuple[int, ...] = (0, 2, 0, 5), n_unrecorded: int = 0) -> None:
+        dies = DIES_AT + max(1, n_unrecorded)
         steps = ROUNDS * (N - 1) + DIES_AT
         paradigm = {"name": "gossip", "mode": mode}
         self.job = peer_job(paradigm, (1.0,) * N, samples=steps * BATCH, evaluation={"every_samples": 0})
@@ -44,10 +45,11 @@ class Gossip:
         for round in range(1, ROUNDS + 1):
             for worker in range(N):
                 if worker != DEAD or round <= DIES_AT:
-                    self.step(worker, round, round > DIES_AT + 1 + lags[worker])
-                elif round == DIES_AT + 1:
-                    if last_push:
+                    self.step(worker, round, round > dies + lags[worker])
+                elif round <= dies:
+                    if n_unrecorded:
                         self.send(DEAD, next(r for r in range(N) if r != DEAD))
+                if (worker, round) == (DEAD, dies):
                     self.recorder.left(round + 0.2, DEAD, Change.DIED)
         for worker in sorted({*range(N)} - {DEAD}):
             self.recorder.left(ROUNDS + 2.0, worker)
@@ -97,10 +99,21 @@ SENT = "as many models are received as sent"
 PUSH_SUM = "push-sum weights add up"
 
 
-@pytest.mark.parametrize("last_push", [False, True])
+@pytest.mark.parametrize("n_unrecorded", [0, 1, 2, 5])
 @pytest.mark.parametrize("mode", ["pull", "push", "push-sum"])
-def test_survivors_draw_each_other(mode, last_push):
-    assert failing(Gossip(mode, last_push=last_push and mode != "pull").trace) == set()
+def test_survivors_draw_each_other(mode, n_unrecorded):
+    """Messages of a dead worker that have not been received are lost."""
+    assert failing(Gossip(mode, n_unrecorded=n_unrecorded * (mode != "pull")).trace) == set()
+
+
+def test_a_dead_worker_has_not_sent_more_than_it_had_time_for():
+    trace = Gossip("push-sum", n_unrecorded=5).trace
+    row = int(np.flatnonzero(trace.tables["membership"]["change"] == Change.DIED)[0])
+    assert failing(edit(trace, "membership", row, now_s=DIES_AT + 1.2)) >= {SENT, PUSH_SUM}
+    exchanges = trace.tables["exchanges"]
+    last = int(np.flatnonzero(exchanges["n_received"] > 0)[-1])
+    for more in (-0.9 * exchanges["weight"][last], 4.0):
+        assert PUSH_SUM in failing(edit(trace, "exchanges", last, weight=exchanges["weight"][last] + more))
 
 
 @pytest.mark.parametrize("mode", ["pull", "push", "push-sum"])

@@ -228,6 +228,22 @@ def test_no_iteration_is_recorded_before_its_end(trace):
     assert any("is recorded" in check.detail for check in audit(on_ranks(changed)))
 
 
+@pytest.mark.parametrize(("start", "error_s"), [(0, 1.5), (1, -1.5)])
+def test_a_worker_s_clock_after_a_resume_differs_from_before(trace, start, error_s):
+    rows = trace.tables["exchanges"].copy()
+    resumed_s = rows["now_s"][rows["iteration"] <= 3].max()
+    own = (rows["worker"] == 1) & ((rows["now_s"] > resumed_s) == start)
+    rows["begin_s"][own] += error_s
+    rows["end_s"][own] += error_s
+    moved = with_rows(trace, "exchanges", rows)
+    for uncertain_s, names in ((0.7, {TIMES}), (1.51, set())):
+        clocks = np.zeros((2, trace.n_workers))
+        clocks[start, 1] = uncertain_s
+        failed = failing(on_ranks(moved, clocks, starts=((0.0, 0), (resumed_s, 0))))
+        assert names <= failed <= names | {IN_STEP}
+    assert TIMES in failing(on_ranks(moved, 1.51)), "without a resume"
+
+
 def test_rows_are_in_the_order_of_their_times(trace):
     rows = trace.tables["exchanges"]
     row = int(np.flatnonzero(np.diff(rows["now_s"]) > 0)[-1])

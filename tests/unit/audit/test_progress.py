@@ -96,6 +96,20 @@ def test_times_are_not_compared_across_a_resume(trace, held_back):
     assert failing(on_ranks(moved, 1.0, starts=((0.0, 0), (resumed_s, seq)))) == set()
 
 
+def test_a_push_that_was_held_back_is_known_whatever_the_clock_after_the_resume_tells(trace):
+    """It tells the begin of the next iteration as before the resume."""
+    rows = trace.tables["pushes"].copy()
+    row = 12
+    resumed_s, seq = rows["end_s"][row] + 1e-3, rows["seq"][row] - 1
+    later = np.flatnonzero((rows["worker"] == rows["worker"][row]) & (rows["seq"] > rows["seq"][row]))
+    early_s = rows["begin_s"][later[0]] - rows["end_s"][row]
+    for column in ("begin_s", "end_s"):
+        rows[column][later] -= early_s
+    moved = with_rows(trace, "pushes", rows)
+    assert failing(on_ranks(moved, early_s)) == {TIMES}
+    assert failing(on_ranks(moved, early_s, starts=((0.0, 0), (resumed_s, seq)))) == set()
+
+
 def test_a_worker_waits_no_longer_than_the_run_has_lasted(trace):
     pushes = trace.tables["pushes"]
     row = int(np.flatnonzero(pushes["iteration"] == 1)[0])
