@@ -87,7 +87,7 @@ def connect(
     compute: Mapping[str, Any] | None = None,
     batches: Mapping[str, Any] | None = None,
     compression: Mapping[str, Any] | None = None,
-    window: str = "auto",
+    window: str | int = "auto",
     placement: str = "packed",
     colocated: bool = False,
     name: str | None = None,
@@ -161,8 +161,9 @@ def connect(
     compression : mapping, optional
         As [compression] of the job file, such as ``{"name": "top-k", "ratio": 0.01}``: compression of the workers'
         pushes. A single process does not compress, and trains without the momentum of "dgc".
-    window : str
-        As cluster.window of the job file: how GPU tensors move between ranks.
+    window : str or int
+        As cluster.window of the job file: how GPU tensors move between ranks. An int is paradigm.window instead, the
+        key of "sync-switch".
     placement : str
         As cluster.placement of the job file. With "spread" servers are on nodes of their own; the session's `rank` then
         differs from the MPI rank, except for rank 0.
@@ -230,6 +231,8 @@ def connect(
         loader_processes.start(tensor for each in models for tensor in chain(each.parameters(), each.buffers()))
     comm = comm or world()
     options = {"name": paradigm, **options}
+    if isinstance(window, int):
+        options["window"], window = window, "auto"
     servers = default_servers(options) if servers is None else servers
     before: Resumed | None = None
     if comm is None or comm.size == 1:

@@ -244,6 +244,8 @@ def lbfgs(model):
         (sgd, {"paradigm": "ashl", "steps_fine": 20}, "paradigm.steps_fine = 20: must be at most"),
         (sgd, {"paradigm": "k-sync", "k": 0}, "paradigm.k = 0: must be"),
         (sgd, {"window": "ipc"}, 'cluster.window = "ipc": must be "auto" or "host" with cluster.device = "cpu"'),
+        (sgd, {"paradigm": "sync-switch", "plateau": 0.1, "window": 0}, "paradigm.window = 0: must be"),
+        (sgd, {"window": 5}, "paradigm.window = 5: unknown key"),
         (sgd, {"stop": {"target_accuracy": 0.5}}, "stop.target_accuracy = 0.5: needs evaluate"),
         (sgd, {"stop": {"target_loss": 0.5}}, "stop.target_loss = 0.5: needs evaluate"),
         (sgd, {"paradigm": "adsp", "loss": "evaluation"}, 'paradigm.loss = "evaluation": needs evaluate'),
@@ -254,6 +256,10 @@ def test_refused_settings(model, make, settings, message):
     with pytest.raises(JobError, match=message) as caught:
         connect(model, make(model), **settings)
     assert "\n" not in str(caught.value)
+
+
+def test_window_of_sync_switch(model):
+    assert train(model, paradigm="sync-switch", plateau=0.1, window=5, stop={"updates": 3}) == 3
 
 
 def test_single_process_cannot_resume(model, tmp_path):
