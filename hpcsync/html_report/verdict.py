@@ -76,11 +76,14 @@ def _behind(result: Variants, fastest: Row) -> str:
     unsure: list[str] = []
     absent: list[str] = []
     apart: list[str] = []  # without a common seed
+    sooner: list[str] = []  # at the common seeds
     for row in result.rows:
         if row is fastest:
             continue
         if row.behind_s is None:
             (absent if row.arrived < row.runs else apart).append(row.label)
+        elif row.behind_s.mean < 0:
+            sooner.append(f"{row.label} (by {number(-row.behind_s.mean, 3)} s)")
         elif row.behind_s.half_width is not None and row.behind_s.mean > row.behind_s.half_width:
             sure.append(f"{row.label} (by {number(row.behind_s.mean, 3)} s)")
         else:
@@ -91,6 +94,8 @@ def _behind(result: Variants, fastest: Row) -> str:
     if unsure:
         few = f", since an interval needs {LEAST_SEEDS} common seeds" if not _has_intervals(result) else ""
         parts.append(f"its lead over {listed(unsure)} may be chance{few}")
+    if sooner:
+        parts.append(f"at the common seeds it is behind {listed(sooner)}")
     if absent:
         parts.append(f"no mean difference is known to {listed(absent)}, of which a run did not arrive")
     if apart:

@@ -95,8 +95,12 @@ def _progress(status: Status, width: int) -> list[RenderableType]:
     if status.accuracy is not None:
         counts.append(f"accuracy {status.accuracy:.4f}")
     if status.target is not None:
-        kind, _, value = status.target.partition(" ")
-        counts[-1] += f" (target {value if counts[-1].startswith(kind) else status.target})"
+        target = status.target
+        if status.accuracy is not None:
+            target = target.removeprefix("accuracy ")
+        elif status.loss is not None:  # the training loss of an iteration
+            target += " at an evaluation"
+        counts[-1] += f" (target {target})"
     return [row, Text("  ".join(counts))]
 
 

@@ -111,6 +111,14 @@ def test_variants_without_a_common_seed_have_arrived() -> None:
     assert second == "No difference is known to b, without a common seed."
 
 
+def test_a_variant_may_be_sooner_at_the_common_seeds_only() -> None:
+    runs = {"a": {1: run(3.0), 2: run(1.0)}, "b": {1: run(2.5)}}
+    result = compare({label: {seed: each.summary for seed, each in of.items()} for label, of in runs.items()})
+    assert result.fastest == "a"
+    second = of_variants(result, {label: [*of.values()] for label, of in runs.items()})[1]
+    assert second == "At the common seeds it is behind b (by 0.5 s)."
+
+
 def test_differences_that_seeds_explain_and_others() -> None:
     found = sentences(
         a=[run(1.0), run(2.0), run(3.0)],

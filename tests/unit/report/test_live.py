@@ -237,6 +237,11 @@ def test_the_target_is_beside_what_it_is_of(target, words):
     assert f"loss 0.25  {words}" in map(str.rstrip, text(status(target=target)).splitlines()[2].split("updates  "))
 
 
+def test_a_target_of_the_loss_is_not_of_the_training_loss():
+    shown = text(status(target="loss 0.3", accuracy=None)).splitlines()[2]
+    assert shown.rstrip().endswith("loss 0.25 (target loss 0.3 at an evaluation)")
+
+
 GAP = {"gap_iters": 6.0, "interval_s": 0.05964, "predicted_wait_s": -0.0003577, "r_star": 4.0, "slowest": 0.0}
 
 
