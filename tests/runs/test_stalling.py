@@ -91,7 +91,7 @@ def check(name: str, folder: Path, program: Program) -> None:
     rows = trace.tables["stalls"]
     assert len(rows) == len(found)
     for row in rows:
-        assert (row["worker"], row["iteration"], row["phase"]) == (int(worker), int(iteration), Phase.COMPUTING)
+        assert (row["worker"], row["iteration"], row["phase"]) == (int(worker), int(iteration), Phase[phase.upper()])
         assert row["n_waiting"] == len(blocked)
     assert [check for check in audit(trace) if not check.passed] == []
     print(program.err)

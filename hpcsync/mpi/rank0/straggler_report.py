@@ -67,8 +67,9 @@ class StragglerReport:
         if blocked is None:
             running = self._run.stalls.running
             blocked = self._see_waiting(now_s, {w: iterations[w] for w in running if phases[w] == Phase.WAITING})
-            if len(blocked) == len(running):  # the workers wait for each other: the communication is stuck, no worker
-                blocked = {}
+            if len(blocked) == len(running):  # those ahead wait for those behind; without these the communication hangs
+                least = min((iterations[w] for w in running), default=0)
+                blocked = {w: since_s for w, since_s in blocked.items() if iterations[w] > least}
         if stalls := self._run.stalls.look(now_s, blocked):
             for stall in stalls:
                 self._record(now_s, stall, phases[stall.worker], len(blocked))

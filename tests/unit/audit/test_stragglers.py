@@ -27,14 +27,14 @@ STALLED = 12  # worker 1's iteration
 class Phases:
     """Phases of all workers as rank 0 sees them: all others compute, or wait."""
 
-    def __init__(self, phases):
-        self._phases = phases
+    def __init__(self, phases, iterations):
+        self._seen = list(zip(iterations, phases, strict=True))
 
     def seen(self):
-        return [(0, Phase.COMPUTING) if phase == Phase.COMPUTING else (STALLED, phase) for phase in self._phases]
+        return [(0, Phase.COMPUTING) if seen[1] == Phase.COMPUTING else seen for seen in self._seen]
 
 
-def record(paradigm, phases=(Phase.COMPUTING,) * 3, scale=1.0, jitter=0.1, **tables):
+def record(paradigm, phases=(Phase.COMPUTING,) * 3, iterations=(STALLED,) * 3, scale=1.0, jitter=0.1, **tables):
     """Return a trace in which only worker 1 stalls, with a short look after every push."""
     events = [
         {"worker": 1, "at_iteration": STALLED, "change": "slow", "factor": 30.0},
@@ -52,7 +52,7 @@ def record(paradigm, phases=(Phase.COMPUTING,) * 3, scale=1.0, jitter=0.1, **tab
     def look(now_s, run):
         if not watches:
             places = [(rank, f"n{rank}") for rank in range(3)]
-            watches.append(StragglerReport(run, Phases(phases), trace, places, job.paradigm.bound))
+            watches.append(StragglerReport(run, Phases(phases, iterations), trace, places, job.paradigm.bound))
         watches[0].look(now_s)
 
     simulation = prepare(job, workload)(trace, look)
@@ -142,3 +142,12 @@ def test_workers_that_wait_for_each_other_all_stall(capsys):
     assert not len(stalls), "a worker that waits for others does not stall"
     stalls = record({"name": "gossip", "mode": "pull"}, (Phase.WAITING,) * 3).tables["stalls"]
     assert set(stalls["worker"]) == {1}, "if all wait for each other, none is excluded"
+
+
+@pytest.mark.parametrize(("behind", "named"), [(0, set()), (1, {1})])
+def test_if_all_wait_those_ahead_wait_for_those_behind(behind, named):
+    """Worker 1 stands still; it may do so within an exchange that the others have completed."""
+    iterations = [STALLED + (worker != behind) for worker in range(3)]
+    stalls = record({"name": "gossip", "mode": "pull"}, (Phase.WAITING,) * 3, iterations).tables["stalls"]
+    assert set(stalls["worker"]) == named
+    assert (stalls["n_waiting"] == 2).all()
