@@ -74,6 +74,7 @@ WITHOUT = {  # files, GPUs, what only grows, and what `BASE` and the lists above
     *("cluster.times_from", "cluster.workers_min", "compression.bucket", "checkpoint.keep", "checkpoint.seconds"),
     *("stop.on_nan", "stop.seconds"),
 }
+# Tables of which keys are changed; `paradigm` and `cluster`, with most keys, three times as often.
 SECTIONS = ("optimizer", "stop", "evaluation", "batches", "compression", *("paradigm", "cluster") * 3)
 READING = (["explain"], ["cite"], ["figure", "timeline"])  # a run
 
@@ -111,14 +112,14 @@ class Jobs:
             }
             found = self._accepted(table)
         for _ in range(dice.randrange(CHANGES)):
-            changed = self._changed(table, found, workers)
+            changed = self._changed(table, found)
             if (job := self._accepted(changed)) is not None:
                 table, found = changed, job
         return tomli_w.dumps(_without_none(table))
 
-    def _changed(self, table: Table, job: Job, workers: int) -> Table:
+    def _changed(self, table: Table, job: Job) -> Table:
         """Return the table of this job with one more key, or another value of one."""
-        dice, section = self.dice, self.dice.choice(SECTIONS)
+        dice, workers, section = self.dice, job.cluster.workers, self.dice.choice(SECTIONS)
         if section == "optimizer" and dice.random() < 0.5:
             return {**table, section: {**dice.choice(OPTIMIZERS), "lr": dice.choice((0.001, 0.01, 0.05))}}
         schema = self._resolved(self.schema["properties"][section])
@@ -151,6 +152,7 @@ class Jobs:
         return job
 
     def _resolved(self, schema: Table) -> Table:
+        """Return what a reference in the schema stands for."""
         return self.schema["$defs"][schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
 
     def _table(self, schema: Table, path: str, workers: int, share: float) -> Table:
