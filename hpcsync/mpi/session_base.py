@@ -26,7 +26,7 @@ from hpcsync.core.iterations import Iterations
 from hpcsync.core.session import Session, WithoutBatch
 from hpcsync.core.step_problems import WRONG, StepChecks, loss_check
 from hpcsync.mpi.collectives.model_parts import Layers
-from hpcsync.mpi.transport.ulfm import RankFailed, leave_with, survivors, tolerable
+from hpcsync.mpi.transport.ulfm import RankFailed, end_with, survivors, tolerable
 from hpcsync.mpi.transport.window_selection import WindowSelection
 from hpcsync.paradigms.records import Problem
 from hpcsync.run_dir.checkpoint import Checkpoints
@@ -376,8 +376,8 @@ class RankSession(Session):
                     self._layers.free()
                 self._conclude()
                 self._give_back()
-                if not complete:
-                    leave_with(together)
+                if self._tolerant:
+                    end_with(self._comm, together)
                 return
             except BaseException as late:
                 error = late

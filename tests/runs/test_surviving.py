@@ -7,6 +7,7 @@ import random
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -195,6 +196,34 @@ def test_a_script_goes_on_and_has_the_weights(tmp_path: Path) -> None:
     has_gone_on(program, folder, rank - 1)
     weights = [said for said in program.out.splitlines() if said.startswith("weights")]
     assert len(weights) == 3 and len(set(weights)) == 1
+
+
+# What a script's ranks do after training, the status of all, and what is said.
+ENDS = {
+    "one is killed": ("if sync.rank == 2: os.kill(os.getpid(), signal.SIGKILL)", 1, "rank 2 died after the end"),
+    "one fails and the others are not at their end": ("time.sleep(5) if sync.rank else 1 / 0", 1, "rank 0 died after"),
+    "one fails": ("sys.exit(3 if sync.rank == 1 else 0)", 3, ""),
+}
+
+
+@needs_tolerance
+@pytest.mark.once
+def test_a_rank_that_dies_or_fails_after_training_ends_the_others(tmp_path: Path) -> None:
+    """Without `ulfm.end_with` they would wait for it within MPI_Finalize."""
+    line = mpiexec(3, "-m", "mpi4py", "script.py")
+    line[1:1] = launcher.TOLERANT
+
+    def run(end: str) -> Program:
+        folder = Path(tempfile.mkdtemp(dir=tmp_path))
+        (folder / "script.py").write_text(f"import os, signal, time\n{SCRIPT.replace('3}', '0.5}')}\n{end}\n")
+        return ended(line, folder, launcher.environment())
+
+    with ThreadPoolExecutor(2) as pool:
+        programs = list(pool.map(run, [end for end, _, _ in ENDS.values()]))
+    for name, program in zip(ENDS, programs, strict=True):
+        _, status, said = ENDS[name]
+        assert (program.status, said in program.err) == (status, True), f"{name}: {program.out}\n{program.err}"
+        assert program.err.count("died") == bool(said), name
 
 
 FAULT = """[vm:04220] Signal: Segmentation fault (11)

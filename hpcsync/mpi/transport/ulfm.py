@@ -11,9 +11,13 @@ survivors create a new communicator (`survivors`), and the old ones stay until t
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import shlex
+import signal
 import sys
+import time
+from array import array
 from collections.abc import Iterable
 from typing import Any
 
@@ -119,23 +123,63 @@ def survivors(comm: MPI.Intracomm) -> MPI.Intracomm:
     return shrunk
 
 
-def leave_with(comm: MPI.Intracomm) -> None:
-    """Agree with the other survivors that this is the last collective operation; collective over them.
+def end_with(comm: MPI.Intracomm, together: MPI.Intracomm) -> None:
+    """Let the processes of a run that tolerates deaths end together, after the run's last collective operation.
 
-    From here on they exit without finalising MPI, whose finalisation sometimes waits for the dead ranks. The argument
-    of a script's `sys.exit` is then lost, but not that an exception has ended it.
+    MPI's finalisation would wait for a rank that dies before it, and `MPI_Abort` ends no other rank. So the processes
+    agree at their exit, and all end with a status other than 0 if one has died or failed since. One that failed waits
+    `OTHERS_END_S` for the others, in case they fail as well, and is then killed, which they detect.
+
+    After a death during the run no process finalises MPI, and only `python -m mpi4py` knows the argument of `sys.exit`.
+
+    Parameters
+    ----------
+    comm
+        Communicator of the run, whose ranks messages name.
+    together
+        Communicator of the survivors.
     """
-    global _leaving
-    comm.Agree(1)
-    _leaving = True
+    global _ending
+    _ending = comm, together
+    MPI._set_abort_status = _statuses.append  # type: ignore[assignment]  # `python -m mpi4py` calls it
 
 
-_leaving = False
+OTHERS_END_S = 1.0
+
+_ending: tuple[MPI.Intracomm, MPI.Intracomm] | None = None
+_statuses: list[int] = []
 
 
 @atexit.register  # registered first, so that it runs last
-def _leave() -> None:
-    if _leaving:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1 if hasattr(sys, "last_value") else 0)
+def _end() -> None:
+    if _ending is None:
+        return
+    comm, together = _ending
+    sys.stdout.flush()
+    sys.stderr.flush()
+    status = _statuses[-1] if _statuses else int(hasattr(sys, "last_value"))
+    inverse = array("i", [~status])  # the agreed number is the bitwise and of all
+    killed_s = time.monotonic() + OTHERS_END_S if status else math.inf
+    try:
+        request = together.Iagree(inverse)
+        while not request.Test():
+            if time.monotonic() > killed_s:
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(0.001)
+    except MPI.Exception:
+        _tell_end(comm, together)
+        os._exit(status or 1)
+    if inverse[0] != ~0 or together.size < comm.size:
+        os._exit(~inverse[0])
+
+
+def _tell_end(comm: MPI.Intracomm, together: MPI.Intracomm) -> None:
+    """Print on the first of the survivors which ranks have died since the run ended."""
+    end_s = time.monotonic() + OTHERS_END_S
+    while not (failed := together.Get_failed()).size and time.monotonic() < end_s:
+        together.Iprobe()  # MPI detects deaths while messages are waited for
+    died = set(map(int, failed.Translate_ranks(None, together.Get_group())))
+    if together.rank == min(set(range(together.size)) - died):
+        names = failed.Translate_ranks(None, comm.Get_group())
+        ranks = ", ".join(map(str, sorted(map(int, names))))
+        print(f"hpcsync: rank {ranks} died after the end of training", file=sys.stderr, flush=True)
