@@ -376,8 +376,8 @@ class RankSession(Session):
                     self._layers.free()
                 self._conclude()
                 self._give_back()
-                if self._tolerant:
-                    end_with(self._comm, together)
+                if tolerable():
+                    end_with(self._comm, together if self._tolerant else self._comm.Dup())
                 return
             except BaseException as late:
                 error = late

@@ -54,15 +54,20 @@ import hpcsync
 model = torch.nn.Linear(3, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 compute = {"model": "constant", "seconds": 0.004}
-with hpcsync.connect(
-    model, optimizer, paradigm="k-async", k=2, out="out", compute=compute, on_death="continue", stop={"seconds": 3}
-) as sync:
-    data = torch.utils.data.TensorDataset(torch.ones(64, 3))
-    for (x,) in sync.shard(data, batch_size=4, epochs=None):
-        loss = model(x).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        sync.step(loss)
+
+
+def train(**options):
+    with hpcsync.connect(model, optimizer, compute=compute, on_death="continue", **options) as sync:
+        data = torch.utils.data.TensorDataset(torch.ones(64, 3))
+        for (x,) in sync.shard(data, batch_size=4, epochs=None):
+            loss = model(x).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            sync.step(loss)
+    return sync.rank
+
+
+rank = train(paradigm="k-async", k=2, out="out", stop={"seconds": 3})
 print("weights", sum(p.double().sum().item() for p in model.parameters()))
 """
 
@@ -199,31 +204,46 @@ def test_a_script_goes_on_and_has_the_weights(tmp_path: Path) -> None:
 
 
 # What a script's ranks do after training, the status of all, and what is said.
+# What a script does before and after training, and at its end.
+AROUND = ("import atexit, os, signal, time", "atexit.register(print, 'handled', flush=True)", "from mpi4py import MPI")
+AFTER = "kept = open(f'kept-{rank}', 'w')\nkept.write('in a buffer')"
 ENDS = {
-    "one is killed": ("if sync.rank == 2: os.kill(os.getpid(), signal.SIGKILL)", 1, "rank 2 died after the end"),
-    "one fails and the others are not at their end": ("time.sleep(5) if sync.rank else 1 / 0", 1, "rank 0 died after"),
-    "one fails": ("sys.exit(3 if sync.rank == 1 else 0)", 3, ""),
+    "one is killed": ("if rank == 2: os.kill(os.getpid(), signal.SIGKILL)", 1, "rank 2 died after the end"),
+    "one fails and the others are not at their end": ("time.sleep(5) if rank else 1 / 0", 1, "rank 0 died after"),
+    "one fails": ("sys.exit(3 if rank == 1 else 0)", 3, ""),
+    "all end well, some after a second run": (
+        "part = MPI.COMM_WORLD.Split(rank == 2)\n"
+        "if rank < 2: train(paradigm='asp', out='part', comm=part, stop={'updates': 3})\n"
+        "part.Free()\n"
+        "if rank == 0: sys.stdout = open('said', 'w'); sys.stdout.close()",
+        0,
+        "",
+    ),
 }
 
 
 @needs_tolerance
 @pytest.mark.once
-def test_a_rank_that_dies_or_fails_after_training_ends_the_others(tmp_path: Path) -> None:
-    """Without `ulfm.end_with` they would wait for it within MPI_Finalize."""
+def test_processes_end_together_after_training(tmp_path: Path) -> None:
+    """Without `ulfm.end_with` the others would wait within MPI_Finalize for one that dies or fails."""
     line = mpiexec(3, "-m", "mpi4py", "script.py")
     line[1:1] = launcher.TOLERANT
 
-    def run(end: str) -> Program:
+    def run(end: str) -> tuple[Program, Path]:
         folder = Path(tempfile.mkdtemp(dir=tmp_path))
-        (folder / "script.py").write_text(f"import os, signal, time\n{SCRIPT.replace('3}', '0.5}')}\n{end}\n")
-        return ended(line, folder, launcher.environment())
+        script = SCRIPT.replace('"seconds": 3', '"seconds": 0.5')
+        (folder / "script.py").write_text("\n".join([*AROUND, script, AFTER, end]))
+        return ended(line, folder, launcher.environment()), folder
 
     with ThreadPoolExecutor(2) as pool:
         programs = list(pool.map(run, [end for end, _, _ in ENDS.values()]))
-    for name, program in zip(ENDS, programs, strict=True):
+    for name, (program, folder) in zip(ENDS, programs, strict=True):
         _, status, said = ENDS[name]
         assert (program.status, said in program.err) == (status, True), f"{name}: {program.out}\n{program.err}"
         assert program.err.count("died") == bool(said), name
+        left = {0, 1, 2} - ({2} if name == "one is killed" else set())
+        assert {rank for rank in left if (folder / f"kept-{rank}").read_text() == "in a buffer"} == left, name
+        assert program.out.count("handled") == len(left) - (folder / "said").exists(), name
 
 
 FAULT = """[vm:04220] Signal: Segmentation fault (11)

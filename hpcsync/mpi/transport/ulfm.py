@@ -11,7 +11,12 @@ survivors create a new communicator (`survivors`), and the old ones stay until t
 from __future__ import annotations
 
 import atexit
+import contextlib
+import functools
+import gc
+import io
 import math
+import operator
 import os
 import shlex
 import signal
@@ -19,7 +24,7 @@ import sys
 import time
 from array import array
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpi4py import MPI
 
@@ -123,8 +128,22 @@ def survivors(comm: MPI.Intracomm) -> MPI.Intracomm:
     return shrunk
 
 
-def end_with(comm: MPI.Intracomm, together: MPI.Intracomm) -> None:
-    """Let the processes of a run that tolerates deaths end together, after the run's last collective operation.
+class _Run(NamedTuple):
+    """A run that has ended: its survivors, and the ranks that they had in it."""
+
+    survivors: MPI.Intracomm
+    ranks: list[int]
+
+
+_runs: list[_Run] = []
+_statuses: list[int] = []
+
+OTHERS_END_S = 1.0
+_LOST = 256  # beside an exit status: a process has died, so that MPI cannot be finalised
+
+
+def end_with(comm: MPI.Intracomm, survivors: MPI.Intracomm) -> None:
+    """Let the processes of a run end together where MPI tolerates deaths, after the run's last collective operation.
 
     MPI's finalisation would wait for a rank that dies before it, and `MPI_Abort` ends no other rank. So the processes
     agree at their exit, and all end with a status other than 0 if one has died or failed since. One that failed waits
@@ -136,50 +155,73 @@ def end_with(comm: MPI.Intracomm, together: MPI.Intracomm) -> None:
     ----------
     comm
         Communicator of the run, whose ranks messages name.
-    together
-        Communicator of the survivors.
+    survivors
+        Communicator of the survivors, which nobody frees.
     """
-    global _ending
-    _ending = comm, together
-    MPI._set_abort_status = _statuses.append  # type: ignore[assignment]  # `python -m mpi4py` calls it
+    if not _runs:
+        MPI._set_abort_status = _statuses.append  # type: ignore[assignment]  # `python -m mpi4py` calls it
+        atexit.register(_end)
+    _runs.append(_Run(survivors, _ranks(survivors.Get_group(), comm)))
 
 
-OTHERS_END_S = 1.0
+def _ranks(group: MPI.Group, comm: MPI.Intracomm) -> list[int]:
+    """Return the ranks in `comm` of the processes in `group`."""
+    return [*map(int, group.Translate_ranks(None, comm.Get_group()))]
 
-_ending: tuple[MPI.Intracomm, MPI.Intracomm] | None = None
-_statuses: list[int] = []
 
-
-@atexit.register  # registered first, so that it runs last
 def _end() -> None:
-    if _ending is None:
+    atexit.unregister(_end)
+    atexit._run_exitfuncs()  # at once: a process that does not finalise MPI runs nothing after this function
+    _flush_files()
+    if MPI.Is_finalized():  # by the script
         return
-    comm, together = _ending
-    sys.stdout.flush()
-    sys.stderr.flush()
-    status = _statuses[-1] if _statuses else int(hasattr(sys, "last_value"))
-    inverse = array("i", [~status])  # the agreed number is the bitwise and of all
-    killed_s = time.monotonic() + OTHERS_END_S if status else math.inf
+    status = _statuses[-1] & 0xFF if _statuses else int(hasattr(sys, "last_value"))
+    end: int | None = status or 1  # if this process cannot agree
     try:
-        request = together.Iagree(inverse)
-        while not request.Test():
-            if time.monotonic() > killed_s:
-                os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(0.001)
-    except MPI.Exception:
-        _tell_end(comm, together)
-        os._exit(status or 1)
-    if inverse[0] != ~0 or together.size < comm.size:
-        os._exit(~inverse[0])
+        agreed = _agree(status)
+        end = status or agreed & 0xFF if agreed else None
+    finally:
+        if end is not None:
+            os._exit(end)
 
 
-def _tell_end(comm: MPI.Intracomm, together: MPI.Intracomm) -> None:
+def _flush_files() -> None:
+    """Write out what a script has left in the buffers of open files, as the end of Python does."""
+    gc.unfreeze()
+    for each in gc.get_objects():
+        if issubclass(type(each), io.IOBase):
+            with contextlib.suppress(Exception):
+                each.flush()
+
+
+def _agree(status: int) -> int:
+    """Return the exit statuses of all processes, combined by a bitwise or, and `_LOST` if one has died."""
+    lost = _LOST if MPI.COMM_WORLD.Get_failed().size else 0
+    inverse = [array("i", [~(status | lost)]) for _ in _runs]  # MPI agrees on the bitwise and
+    requests = [run.survivors.Iagree(number) for run, number in zip(_runs, inverse, strict=True)]
+    killed_s = time.monotonic() + OTHERS_END_S if status else math.inf
+    for run, request in zip(_runs, requests, strict=True):
+        try:
+            while not request.Test():
+                if time.monotonic() > killed_s:
+                    _say(f"rank {run.ranks[run.survivors.rank]} failed after the end of training, with status {status}")
+                    os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(0.002)
+        except MPI.Exception:
+            _tell_deaths(run)
+            return status or 1
+    return ~functools.reduce(operator.and_, (number[0] for number in inverse))
+
+
+def _tell_deaths(run: _Run) -> None:
     """Print on the first of the survivors which ranks have died since the run ended."""
     end_s = time.monotonic() + OTHERS_END_S
-    while not (failed := together.Get_failed()).size and time.monotonic() < end_s:
-        together.Iprobe()  # MPI detects deaths while messages are waited for
-    died = set(map(int, failed.Translate_ranks(None, together.Get_group())))
-    if together.rank == min(set(range(together.size)) - died):
-        names = failed.Translate_ranks(None, comm.Get_group())
-        ranks = ", ".join(map(str, sorted(map(int, names))))
-        print(f"hpcsync: rank {ranks} died after the end of training", file=sys.stderr, flush=True)
+    while not (failed := run.survivors.Get_failed()).size and time.monotonic() < end_s:
+        run.survivors.Iprobe()  # MPI detects deaths while messages are waited for
+    died = _ranks(failed, run.survivors)
+    if run.survivors.rank == min({*range(run.survivors.size)} - {*died}):
+        _say(f"rank {', '.join(str(run.ranks[rank]) for rank in sorted(died))} died after the end of training")
+
+
+def _say(what: str) -> None:
+    print(f"hpcsync: {what}", file=sys.__stderr__, flush=True)
