@@ -69,12 +69,13 @@ with hpcsync.connect(model, optimizer, out="out", compute=compute, **dict({parad
 
 
 class Death(NamedTuple):
-    """Under what, started by what, what happens to it, and what its trace may say of it afterwards."""
+    """Under what, started by what, what happens to it, what its trace may say of it afterwards, and among how many."""
 
     paradigm: str
     by: str
     cause: Callable[[Program, Path], object]
     statuses: set[str]
+    n_ranks: int = 3
 
 
 def one_raises(program: Program, folder: Path) -> None:
@@ -102,23 +103,23 @@ DEATHS = {
     ),
     "server 0 is killed": (
         Death("bsp", "hpcsync run", killed(0), {"failed"}),
-        Death("dssp", "mpiexec", killed(0), {"running"}),
+        Death("dssp", "mpiexec", killed(0), {"running"}, n_ranks=2),
     ),
     "a signal to hpcsync run": (
-        Death("dssp", "hpcsync run", told(signal.SIGINT), {"interrupted"}),
+        Death("dssp", "hpcsync run", told(signal.SIGINT), {"interrupted"}, n_ranks=2),
         Death("bsp", "hpcsync run", told(signal.SIGTERM), {"interrupted"}),
     ),
     "a signal to hpcsync launch": (
         Death("bsp", "hpcsync launch", told(signal.SIGINT), {"interrupted"}),
-        Death("gossip", "hpcsync launch", told(signal.SIGINT), {"interrupted"}),
+        Death("gossip", "hpcsync launch", told(signal.SIGINT), {"interrupted"}, n_ranks=2),
     ),
     "a signal to mpiexec": (
-        Death("dssp", "mpiexec", told(signal.SIGTERM), {"interrupted", "running"}),
+        Death("dssp", "mpiexec", told(signal.SIGTERM), {"interrupted", "running"}, n_ranks=2),
         Death("bsp", "mpiexec", told(signal.SIGINT), {"interrupted", "running"}),
     ),
     "a peer is killed, or told to end": (
         Death("allreduce", "hpcsync run", killed(0), {"failed"}),
-        Death("gossip", "mpiexec", told(signal.SIGTERM), {"interrupted", "running"}),
+        Death("gossip", "mpiexec", told(signal.SIGTERM), {"interrupted", "running"}, n_ranks=2),
     ),
 }
 ONCE = ("a worker or a peer raises", "a peer is killed, or told to end")  # what launchers have no part in
@@ -130,16 +131,16 @@ def command(folder: Path, death: Death) -> list[str]:
     beside.mkdir(parents=True)
     (beside / "breaking.py").write_text(WORKLOAD)
     job = beside / "job.toml"
-    workers = 3 if death.paradigm in WITHOUT_SERVER else 2
+    workers = death.n_ranks - (death.paradigm not in WITHOUT_SERVER)
     job.write_text(JOB.format(paradigm=PARADIGMS[death.paradigm], workers=workers))
     script = folder / "script.py"
     script.write_text(SCRIPT.format(paradigm=PARADIGMS[death.paradigm].replace("name", "paradigm")))
     if death.by == "script":
-        return mpiexec(3, script)
+        return mpiexec(death.n_ranks, script)
     if death.by == "hpcsync launch":
-        return hpcsync("launch", "-n", 3, "--", "python", script)
+        return hpcsync("launch", "-n", death.n_ranks, "--", "python", script)
     if death.by == "mpiexec":
-        return mpiexec(3, "-m", "mpi4py", "-m", "hpcsync", "run", job, "--out", "out")
+        return mpiexec(death.n_ranks, "-m", "mpi4py", "-m", "hpcsync", "run", job, "--out", "out")
     return hpcsync("run", job, "--out", "out")
 
 
@@ -158,7 +159,7 @@ def test_the_run_ends_and_its_trace_can_be_read(deaths: tuple[Death, ...], tmp_p
         for program in programs:
             program.wait_for(lambda said: " samples/s" in said.out)  # which is said right after the trace's first flush
         for death, folder, program in zip(deaths, folders, programs, strict=True):
-            assert len(program.left()) >= 4, "three ranks and a launcher are alive until something happens"
+            assert len(program.left()) > death.n_ranks, "all ranks and a launcher are alive until something happens"
             die(program, folder, death)
 
 
