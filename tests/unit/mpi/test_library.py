@@ -8,6 +8,8 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 import hpcsync
@@ -112,6 +114,20 @@ def test_differing_models_and_settings_are_refused_on_every_rank(comm, needs, fo
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1 + (comm.rank == 1))
     with pytest.raises(JobError, match="same arguments on every rank; rank 1's differ from rank 0's"):
         hpcsync.connect(model, optimizer, "asp", out=folder / "run", comm=comm)
+
+
+@pytest.fixture
+def wrapped():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield DistributedDataParallel(torch.nn.Linear(6, 1))
+    dist.destroy_process_group()
+
+
+def test_a_model_in_a_distributed_data_parallel_is_refused(comm, needs, folder, wrapped):
+    needs(2)
+    with pytest.raises(JobError, match="^model: must not be in a DistributedDataParallel, which averages gradients"):
+        hpcsync.connect(wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1), "asp", out=folder / "run", comm=comm)
+    assert not (folder / "run").exists()
 
 
 def test_a_window_that_fails_at_the_models_size_is_refused_on_all_ranks(comm, needs, folder, monkeypatch):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hpcsync.api import connect
+from hpcsync.cli.rank_main import train
 from hpcsync.config.job import Job
 from hpcsync.core.job_validation import check, optimizer_spec
 from hpcsync.paradigms.ssp import SspOptions
@@ -163,7 +164,9 @@ def test_a_target_ends_the_run(comm, needs, folder):
 
 def test_a_job_of_another_size_is_refused_on_every_rank(comm, needs, folder):
     needs(2)
-    this = job("asp", 1, comm.size)
-    workload = check(this)
-    with pytest.raises(connect.JobError, match="ranks, but"):
-        connect.join(comm, this, workload.model, optimizer_spec(this), None, folder)
+    n = comm.size
+    takes = f"cluster.workers = {n}: with cluster.servers = 1 this takes {n + 1} ranks, but there are {n}$"
+    this = job("asp", 1, n)
+    with pytest.raises(connect.JobError, match=takes):
+        train(comm, this, folder / "run")
+    assert not (folder / "run").exists()
