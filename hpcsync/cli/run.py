@@ -139,10 +139,10 @@ def _run(
         job.refuse_ranks(n_ranks, resumes=before is not None)
         if before is not None:
             before.refuse_ranks(n_ranks)
-        _check(path, job, overrides, resumes=resume)
+        given = out is not None and os.path.exists(out)
+        _check(path, job, overrides, puts_aside=resume and before is None and given)
         if not oversubscribe:
             _refuse_crowd(job, ranks)
-    given = out is not None and os.path.exists(out)
     missing = layout.missing_above(out)
     if resume and before is None:
         layout.put_aside(out)
@@ -211,16 +211,17 @@ def _concluded(folder: Path, ended: launcher.Ended, *, began: bool, may_restart:
     return TO_BE_RESUMED if ended.signum == signal.SIGTERM else 1, killed or before == "running"
 
 
-def _check(path: Path, job: Job, overrides: Sequence[str], *, resumes: bool) -> None:
+def _check(path: Path, job: Job, overrides: Sequence[str], *, puts_aside: bool) -> None:
     """Raise JobError for a job that cannot run on this machine.
 
-    What depends on the model is checked by rank 0, or here for a job that resumes: its folder must stay as it is.
+    What depends on the model is checked by rank 0 before it changes a file, or here if files of an earlier start are
+    to be put aside.
     """
     jobs.refuse_simulated(job)
     _print_remarks(path, overrides)
     _name_user_code(path, job)
     _refuse_without_gpu(job.cluster.device, job.cluster.window)
-    if resumes:
+    if puts_aside:
         with garbage.loading():
             from hpcsync.core.job_validation import check
         check(job)

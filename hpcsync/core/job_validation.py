@@ -1,4 +1,4 @@
-"""Checks of a job that need torch: on rank 0, before a run resumes, and where a training script connects."""
+"""Checks of a job that need torch: on rank 0, before files are put aside, and where a training script connects."""
 
 from __future__ import annotations
 

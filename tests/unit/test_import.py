@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 import hpcsync
+from hpcsync.config.job import Job
+from tests.unit.cli.test_run import save
 
 HEAVY = {"torch", "mpi4py", "h5py", "cupy", "sklearn", "pandas"}
 PACKAGE = Path(hpcsync.__file__).parent
@@ -42,7 +44,7 @@ from pathlib import Path
 from hpcsync.system import launcher
 launcher.launch = lambda n, argv, **options: print("starting", n) or launcher.Ended(2)
 Path("job.toml").write_text({job!r})
-run.run(Path("job.toml"), [], None, None)
+run.run(Path("job.toml"), [], None, {out})
 """
 JOB = """
 name = "a"
@@ -54,12 +56,17 @@ cluster = {servers = 2}
 """
 
 
-def test_the_process_that_starts_ranks_leaves_torch_to_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("out", ["None", "Path('missing'), True", "Path('saved'), True"])
+def test_the_process_that_starts_ranks_leaves_torch_to_them(
+    out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a new run, one that may resume, and one that resumes."""
     monkeypatch.chdir(tmp_path)
+    save(Path("saved"), Job.from_toml(JOB))
     monkeypatch.setenv("PYTHONPATH", str(PACKAGE.parent))
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "SLURM_STEP_ID"):
         monkeypatch.delenv(name, raising=False)
-    assert loaded(START.replace("{job!r}", repr(JOB))) == set()
+    assert loaded(START.replace("{job!r}", repr(JOB)).replace("{out}", out)) == set()
 
 
 ON_A_RANK = """

@@ -304,6 +304,15 @@ def test_resume_without_a_checkpoint_starts_anew_and_keeps_old_files(path: Path,
     assert reader.load("o/trace.h5").status == "finished"
 
 
+def test_a_job_that_torch_refuses_leaves_an_earlier_start_as_it_is(path: Path, ranks: Ranks) -> None:
+    ranks.ended, ranks.summary, ranks.status = Ended(137), False, "running"
+    run.run(path, [], None, Path("o"))
+    ranks.command, before = [], {file: file.read_bytes() for file in Path("o").iterdir()}
+    with pytest.raises(JobError, match="^optimizer = .*: torch says: "):
+        run.run(path, ["optimizer.momentum=-1"], None, Path("o"), resume=True)
+    assert (ranks.command, {file: file.read_bytes() for file in Path("o").iterdir()}) == ([], before)
+
+
 def test_status_75_reaches_the_batch_system(path: Path, ranks: Ranks) -> None:
     ranks.ended, ranks.summary, ranks.status = Ended(75), False, "interrupted"
     assert run.run(path, [], None, Path("o")) == 75

@@ -22,7 +22,7 @@ from hpcsync.mpi.rank0.checkpointing import Checkpointer
 from hpcsync.mpi.server.leader import Leader
 from hpcsync.mpi.server.shard import Shard
 from hpcsync.report.summary import summarize
-from hpcsync.run_dir import checkpoint, layout, status_file
+from hpcsync.run_dir import checkpoint, layout, lock, status_file
 from hpcsync.run_dir.checkpoint_files import read_manifest, read_part
 from hpcsync.trace.reader import load
 from hpcsync.trace.schema import Change
@@ -437,3 +437,18 @@ def test_another_job_is_refused_in_one_line(comm, only, folder):
         assert len(load(torn / "trace.h5").tables["updates"]) == UPDATES + 5
         assert Job.from_toml((torn / "job.toml").read_text()) == longer
         assert np.array_equal(load(torn / "trace.h5").tables["updates"]["version"], np.arange(1, UPDATES + 6))
+
+
+def test_what_rank_0_refuses_of_a_run_that_resumes_leaves_its_files_as_they_are(comm, only, folder):
+    only(2)
+    network = {"name": "tests.mpi.network:regression", "batch_size": 4}
+    on_some(comm, job("bsp", 1, workload=network), folder / "a")
+    torn = killed(comm, folder / "a")
+    before = {path: path.read_bytes() for path in torn.rglob("*") if path.is_file()}
+    comm.Barrier()
+    with pytest.raises(hpcsync.config.errors.JobError, match=r"^stop\.target_loss = 0\.1: workload\.name = .* must be"):
+        on_some(comm, job("bsp", 1, workload=network, stop={"target_loss": 0.1}), torn, resume=True)
+    assert {path: path.read_bytes() for path in before} == before
+    comm.Barrier()
+    if comm.rank == 0:
+        lock.release(torn)
