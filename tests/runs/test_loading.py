@@ -88,12 +88,13 @@ def test_a_script_without_a_guard_loads_with_processes(tmp_path: Path, paradigm:
         assert all(at[4] == [] for at in mine), "nothing of the launcher is known there"
 
 
+@pytest.mark.once
 def test_a_script_that_has_imported_mpi_loads_with_new_interpreters(tmp_path: Path) -> None:
     script = write(tmp_path, first="if __name__ == '__main__':\n    from mpi4py import MPI", call=GUARDED, more=MORE)
-    program = ended(mpiexec(3, script), cwd=tmp_path, environ=launcher.environment())
+    program = ended(mpiexec(2, script), cwd=tmp_path, environ=launcher.environment())
     assert (program.status, program.complaints) == (0, []), program.err
     assert program.out.count('multiprocessing_context = "fork": "spawn" is used') == 1
-    check(tmp_path, range(1, 3))
+    check(tmp_path, range(1, 2))
 
 
 @pytest.mark.once
@@ -104,6 +105,7 @@ def test_new_interpreters_must_not_run_the_script(tmp_path: Path) -> None:
     assert "num_workers = 2 starts processes that import the script, because MPI was imported before" in program.err
 
 
+@pytest.mark.once
 def test_processes_end_with_a_rank_that_is_killed(tmp_path: Path) -> None:
     kill = "if len(seen) == 16 and sync.worker == 0: os.kill(os.getpid(), 9)"
     script = write(tmp_path, then=kill)
