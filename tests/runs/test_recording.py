@@ -19,34 +19,38 @@ import contextlib, os, sys, time, torch, torch.distributed as dist
 from torch import nn
 import hpcsync
 torch.set_num_threads(1)
-recorded, folder = sys.argv[1:]
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-torch.manual_seed(0)
-net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
-model = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=0.01)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-generator = torch.Generator().manual_seed(rank)
-batches = [
-    (torch.randn(8, 64, generator=generator), torch.randint(0, 10, (8,), generator=generator)) for _ in range(40)
-]
-recorder = hpcsync.record(folder + "/run") if recorded == "yes" else contextlib.nullcontext()
-with recorder as recorder:
-    for i, (inputs, targets) in enumerate(recorder.loading(batches) if recorder else batches):
-        threads = os.listdir("/proc/self/task")
-        begin_s = time.perf_counter()
-        first = i % 2 == 0  # gradients of two batches are accumulated
-        with model.no_sync() if first else contextlib.nullcontext():
-            loss = nn.functional.cross_entropy(model(input=inputs), targets) / 2
-            time.sleep(max(0.0, (0.08 if rank == 1 else 0.04) - (time.perf_counter() - begin_s)))
-            loss.backward()
-        if not first:
-            optimizer.step()
-            optimizer.zero_grad()
-if set(os.listdir("/proc/self/task")) - set(threads):
-    sys.exit("record has left threads behind, with which a process that ends at once may be aborted")
-if rank == 0:
-    torch.save(net.state_dict(), folder + "/weights.pt")
+
+def train(recorded):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+    model = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    generator = torch.Generator().manual_seed(rank)
+    batches = [
+        (torch.randn(8, 64, generator=generator), torch.randint(0, 10, (8,), generator=generator)) for _ in range(40)
+    ]
+    recorder = hpcsync.record("run") if recorded == "yes" else contextlib.nullcontext()
+    with recorder as recorder:
+        for i, (inputs, targets) in enumerate(recorder.loading(batches) if recorder else batches):
+            threads = os.listdir("/proc/self/task")
+            begin_s = time.perf_counter()
+            first = i % 2 == 0  # gradients of two batches are accumulated
+            with model.no_sync() if first else contextlib.nullcontext():
+                loss = nn.functional.cross_entropy(model(input=inputs), targets) / 2
+                time.sleep(max(0.0, (0.08 if rank == 1 else 0.04) - (time.perf_counter() - begin_s)))
+                loss.backward()
+            if not first:
+                optimizer.step()
+                optimizer.zero_grad()
+    if set(os.listdir("/proc/self/task")) - set(threads):
+        sys.exit("record has left threads behind, with which a process that ends at once may be aborted")
+    if rank == 0:
+        torch.save(net.state_dict(), f"weights-{recorded}.pt")
+
+train("no")
+train("yes")
 dist.destroy_process_group()
 """
 
@@ -55,11 +59,9 @@ dist.destroy_process_group()
 @pytest.mark.flaky(reruns=1)  # its times are those of a busy machine
 def test_a_loop_is_recorded_and_trains_as_before(tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(LOOP)
-    weights = []
-    for recorded in ("no", "yes"):
-        program = ended([*TORCHRUN, "loop.py", recorded, "."], cwd=tmp_path)
-        assert program.status == 0, program.err
-        weights.append(torch.load(tmp_path / "weights.pt", weights_only=True))
+    program = ended([*TORCHRUN, "loop.py"], cwd=tmp_path)
+    assert program.status == 0, program.err
+    weights = [torch.load(tmp_path / f"weights-{recorded}.pt", weights_only=True) for recorded in ("no", "yes")]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     trace = load(tmp_path / "run")
     assert [check.name for check in audit(trace) if not check.passed] == []
