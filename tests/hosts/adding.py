@@ -1,8 +1,8 @@
-"""One of several ranks that add to a word of the last one: python -m mpi4py adding.py KIND ROUNDS OUT.json
+"""One of three ranks that add to a word of the last one: python -m mpi4py adding.py OUT.json
 
-The last rank adds too, while another thread of it communicates, as helper threads and rank 0's monitor do. KIND is
-"atomic", or "apart" for sums of which the old value is read first and the new one written then. Rounds end when a sum
-was lost.
+The last rank adds too, while another thread of it communicates, as helper threads and rank 0's monitor do. First only
+one rank of each host adds, then all do, then all by sums of which the old value is read first and the new one written
+then. Rounds end when a sum was lost. Rank 0 leaves in OUT.json how many sums were found and how many were lost.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import json
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 from mpi4py import MPI
 
+from hpcsync.mpi.transport.backoff import Backoff
 from hpcsync.mpi.transport.window import Window
 
 ROUND_S = 1.0
@@ -33,10 +35,7 @@ def read_and_write(window: Window, value: int, rank: int, offset: int) -> int:
     return before
 
 
-def main(kind: str, rounds: int, out: str) -> None:
-    comm = MPI.COMM_WORLD
-    if kind == "apart":
-        Window.fetch_add = read_and_write
+def sums(comm: MPI.Intracomm, rounds: int) -> dict[str, int]:
     target = comm.size - 1
     stop, own = threading.Event(), comm.Dup()
     thread = threading.Thread(target=communicate, args=(own, stop))
@@ -62,10 +61,21 @@ def main(kind: str, rounds: int, out: str) -> None:
     if comm.rank == target:
         stop.set()
         thread.join()
+    return {"found": found, "lost": lost}
+
+
+def main(out: str) -> None:
+    comm, seen = MPI.COMM_WORLD, {}
+    backoff, one_of_each = Backoff(comm), comm.Split(comm.rank == 1)
+    if comm.rank != 1:
+        seen["one of each host"] = sums(one_of_each, 4)
+    backoff.barrier()
+    seen["all"] = sums(comm, 4)
+    Window.fetch_add = read_and_write
+    seen["apart"] = sums(comm, 60)
     if comm.rank == 0:
-        with open(out, "w", encoding="utf-8") as file:
-            json.dump({"found": found, "lost": lost}, file)
+        Path(out).write_text(json.dumps(seen))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    main(sys.argv[1])
