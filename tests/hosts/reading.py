@@ -1,7 +1,7 @@
-"""One rank of a pair that gossips: python -m mpi4py reading.py KIND OUT.json
+"""One rank of a pair that gossips: python -m mpi4py reading.py OUT.json KIND...
 
-Rank 1 publishes 4 MB and computes for two seconds without an MPI call, except those of the progression wanted. Rank 0
-reads meanwhile, and sends as much; it leaves what it has seen in OUT.json.
+With each kind of progression, rank 1 publishes 4 MB and computes for two seconds without an MPI call, except those of
+the progression. Rank 0 reads meanwhile, and sends as much; it leaves what it has seen in OUT.json.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def compute(progression: ProgressEngine) -> None:
             polled_s = now_s
 
 
-def main(kind: str, out: str) -> None:
-    comm = MPI.COMM_WORLD
+def with_help(comm: MPI.Intracomm, kind: str) -> dict:
+    """What rank 0 has seen with this kind of progression."""
     comm.Barrier()
     begin_s = time.perf_counter()
     progression = choose(comm, kind)
@@ -73,6 +73,12 @@ def main(kind: str, out: str) -> None:
         arrived = parcel and (parcel.count, parcel.weight, bool((parcel.total == 7).all()))
         seen["arrived"] = comm.bcast(arrived, 1)
         comm.Barrier()
+    return seen
+
+
+def main(out: str, *kinds: str) -> None:
+    comm = MPI.COMM_WORLD
+    seen = {kind: with_help(comm, kind) for kind in kinds}
     if comm.rank == 0:
         Path(out).write_text(json.dumps(seen))
 

@@ -30,33 +30,20 @@ def run(hosts: Hosts, folder: Path, *program: str) -> subprocess.CompletedProces
     return hosts.run(line, cwd=folder, environ=launcher.environment(environ))
 
 
-def seen(hosts: Hosts, folder: Path, kind: str) -> dict:
-    """What rank 0 of the pair has seen; see reading.py."""
-    out = folder / "seen.json"
-    result = run(hosts, folder, str(Path(__file__).with_name("reading.py")), kind, str(out))
+def test_with_help_nothing_waits(hosts: Hosts, tmp_path: Path) -> None:
+    """With either help, and that one is needed is measured. The control: without help the read waits for the peer."""
+    out, script = tmp_path / "seen.json", Path(__file__).with_name("reading.py")
+    result = run(hosts, tmp_path, str(script), str(out), "auto", "thread", "hooks", "passive")
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
-    found = json.loads(out.read_text())
-    print({name: round(value, 3) if isinstance(value, float) else value for name, value in found.items()})
-    assert found["intact"] and found["serial"] == 1 and found["arrived"] == [1, 2.0, True]
-    return found
-
-
-def test_it_is_measured_that_help_is_needed_and_with_it_nothing_waits(hosts: Hosts, tmp_path: Path) -> None:
-    found = seen(hosts, tmp_path, "auto")
-    assert found["kind"] in ("thread", "hooks")
-    assert found["choosing_s"] < 5.0  # a second on busy cores
-    assert found["read_s"] < AT_ONCE_S and found["send_s"] < AT_ONCE_S
-
-
-@pytest.mark.parametrize("kind", ["thread", "hooks"])
-def test_either_help_suffices(hosts: Hosts, tmp_path: Path, kind: str) -> None:
-    found = seen(hosts, tmp_path, kind)
-    assert found["read_s"] < AT_ONCE_S and found["send_s"] < AT_ONCE_S
-
-
-def test_without_help_the_read_waits_for_the_peer(hosts: Hosts, tmp_path: Path) -> None:
-    """The negative control of those above."""
-    assert seen(hosts, tmp_path, "passive")["read_s"] > WAITED_S
+    seen = json.loads(out.read_text())
+    for found in seen.values():
+        print({name: round(value, 3) if isinstance(value, float) else value for name, value in found.items()})
+        assert found["intact"] and found["serial"] == 1 and found["arrived"] == [1, 2.0, True]
+    assert seen["auto"]["kind"] in ("thread", "hooks")
+    assert seen["auto"]["choosing_s"] < 5.0  # a second on busy cores
+    for kind in ("auto", "thread", "hooks"):
+        assert seen[kind]["read_s"] < AT_ONCE_S and seen[kind]["send_s"] < AT_ONCE_S
+    assert seen["passive"]["read_s"] > WAITED_S
 
 
 @pytest.mark.parametrize("ending", ["", "raise SystemExit(3)", "comm.rank or 1 / 0"])
