@@ -1,9 +1,9 @@
-"""One rank of a server's run that counts its cable: python -m mpi4py counted.py OUT.json SERVERS
+"""One rank of a run with each number of servers that counts its cable: python -m mpi4py counted.py OUT.json SERVERS...
 
 The model has 4 MB. In iteration t worker w of n pushes n t (w + 1) for every parameter, so that all weights are
 known after every update, and none are those of another update. Each worker counts what its host's
 cable brings and takes, in sizes of the model, and the seconds of an iteration, the first ones left out. Rank 0 leaves
-in OUT.json how many weights were wrong on each rank, and the counts.
+in OUT.json, for each run, how many weights were wrong on each rank, and the counts.
 """
 
 from __future__ import annotations
@@ -31,15 +31,13 @@ def cable() -> tuple[int, int]:
     raise LookupError("no eth0")
 
 
-def main(out: str, servers: str) -> None:
-    comm = MPI.COMM_WORLD
+def seen(comm: MPI.Intracomm, servers: int, folder: Path) -> list | None:
     model = torch.nn.Linear(SIDE, SIDE, bias=False)
     torch.nn.init.zeros_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     wrong, expected, counts = 0, 0, []
-    n = comm.size - int(servers)
-    folder = Path(out).with_suffix("")
-    with hpcsync.connect(model, optimizer, "bsp", servers=int(servers), out=folder) as sync:
+    n = comm.size - servers
+    with hpcsync.connect(model, optimizer, "bsp", servers=servers, out=folder) as sync:
         samples = torch.utils.data.TensorDataset(torch.zeros(n * (FIRST + COUNTED)))
         for t, _ in enumerate(sync.shard(samples, batch_size=1), 1):
             optimizer.zero_grad()
@@ -50,9 +48,14 @@ def main(out: str, servers: str) -> None:
             if t in (FIRST, FIRST + COUNTED):
                 counts.append((*cable(), time.perf_counter()))
     each = 4 * SIDE**2 * COUNTED, 4 * SIDE**2 * COUNTED, COUNTED
-    found = comm.gather(
+    return comm.gather(
         (wrong, [(end - begin) / n for begin, end, n in zip(*counts, each, strict=True)] if counts else None)
     )
+
+
+def main(out: str, *numbers: str) -> None:
+    comm = MPI.COMM_WORLD
+    found = [seen(comm, int(servers), Path(out).with_name(f"servers-{servers}")) for servers in numbers]
     if comm.rank == 0:
         Path(out).write_text(json.dumps(found))
 
