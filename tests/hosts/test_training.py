@@ -11,8 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from hpcsync.audit.trace_audit import audit
+from hpcsync.config.job import load as load_job
+from hpcsync.simulator.simulate import simulate
 from hpcsync.system import launcher
 from hpcsync.system.namespaces import Hosts
 from hpcsync.trace.reader import Trace, load
@@ -86,6 +89,13 @@ def trace_of(folder: Path) -> Trace:
     return trace
 
 
+def weights_on_one_host(job: Path, out: Path) -> bytes:
+    """Those of the job's simulation, which are to the bit those of a run on one host: see tests/mpi/test_smoke.py."""
+    simulated = load_job(job, ['cluster.compute={model = "constant", seconds = 0.001}'])
+    assert simulate(simulated, out, Console(quiet=True)) == 0
+    return (out / "weights.safetensors").read_bytes()
+
+
 def test_hosts_are_apart_and_empty(hosts: Hosts, tmp_path: Path) -> None:
     line = [
         *hosts.mpiexec([1, 2, 3]),
@@ -113,12 +123,8 @@ def test_hpcsync_run_works_between_hosts_and_loses_nothing(hosts: Hosts, tmp_pat
         assert len(pushes)
     assert len(trace.tables["pushes"]) >= 60
     if paradigm == "bsp":
-        subprocess.run(
-            [*program, "together"], cwd=tmp_path, env=environ(), check=True, timeout=280, capture_output=True
-        )
-        assert not {"n1", "n2", "n3"} & set(hosts_of(load(tmp_path / "together" / "trace.h5")))
-        apart, together = (tmp_path / name / "weights.safetensors" for name in ("apart", "together"))
-        assert apart.read_bytes() == together.read_bytes(), "bit for bit what one host computes"
+        weights = (tmp_path / "apart" / "weights.safetensors").read_bytes()
+        assert weights == weights_on_one_host(job, tmp_path / "together"), "bit for bit what one host computes"
 
 
 @pytest.mark.once
@@ -129,11 +135,10 @@ def test_a_server_and_a_worker_on_every_host(hosts: Hosts, tmp_path: Path) -> No
     program = [sys.executable, "-m", "hpcsync", "run", str(job), "--out"]
     run(hosts, tmp_path, [*program, "shared"], MPIEXEC=shlex.join(hosts.mpiexec([1, 2], per_host=2)))
     assert hosts_of(trace_of(tmp_path / "shared")) == ["n1", "n2", "n1", "n2"]
-    subprocess.run([*program, "together"], cwd=tmp_path, env=environ(), check=True, timeout=280, capture_output=True)
-    shared, together = (tmp_path / name / "weights.safetensors" for name in ("shared", "together"))
-    assert shared.read_bytes() == together.read_bytes()
-    line = [*program, "apart", "--set", "cluster.servers=1"]
-    refused = hosts.run(line, cwd=tmp_path, environ=environ(MPIEXEC=shlex.join(hosts.mpiexec([1, 2, 3]))))
+    weights = (tmp_path / "shared" / "weights.safetensors").read_bytes()
+    assert weights == weights_on_one_host(job, tmp_path / "together")
+    line = [*program, "apart", "--set", "cluster.servers=1", "--set", "cluster.workers=1"]
+    refused = hosts.run(line, cwd=tmp_path, environ=environ(MPIEXEC=shlex.join(hosts.mpiexec([1, 2]))))
     assert refused.returncode == 2
     assert "cluster.colocated = true: nodes must have two ranks" in refused.stderr
 

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from hpcsync.cli.rank_main import train
 from hpcsync.config.job import Job
+from hpcsync.mpi.transport.node_topology import arranged
 from hpcsync.simulator.simulate import simulate
 from hpcsync.trace.reader import load
 from hpcsync.trace.schema import Change
@@ -70,6 +71,7 @@ def job(n_ranks: int, which: str, paradigm: dict[str, Any], **tables: Any) -> Jo
         "cluster": {
             "servers": servers,
             "workers": workers,
+            "colocated": which == "bsp, compressed" and servers > 1,
             "compute": {"model": "lognormal", "seconds": [0.001 * (1 + (w == 1)) for w in range(workers)]},
         },
         **({"compression": {"name": "top-k", "ratio": 0.3}} if which == "bsp, compressed" else {}),
@@ -83,7 +85,7 @@ def test_synchronous_runs_have_the_bits_of_their_simulations(comm, folder):
         if (this := job(comm.size, which, paradigm)) is None:
             continue
         at = folder / which
-        train(comm, this, at)
+        train(arranged(comm, this.cluster), this, at)
         resumed = killed(comm, at) if which in ("bsp", "allreduce") else at
         if resumed != at:
             resume_run(comm, this, resumed)
