@@ -273,6 +273,40 @@ def test_a_launcher_that_ignores_sigterm_is_killed(mpiexec: Path, monkeypatch: p
     assert not sleepers("4322")
 
 
+TOLERANT = f"""#!{sys.executable}
+import os, subprocess, sys, threading, time
+if "--version" in sys.argv:
+    sys.exit(print("mpirun (Open MPI) 5.0.11"))
+rank = subprocess.Popen(sys.argv[-2:], env={{**os.environ, "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}})
+waits = os.environ["waits"]
+if waits != "with a rank":
+    rank.wait()
+if waits != "for a lock":
+    threading.Timer(1.0, os._exit, [3]).start()
+if waits != "for a time":
+    (lock := threading.Lock()).acquire()
+    lock.acquire()
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what a process waits for is known on Linux only")
+@pytest.mark.parametrize("waits", ["for a lock", "for a time", "with a rank"])
+def test_a_launcher_is_killed_that_waits_for_a_lock_without_ranks(
+    waits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mpiexec").write_text(TOLERANT)
+    (tmp_path / "mpiexec").chmod(0o755)
+    monkeypatch.setenv("MPIEXEC", str(tmp_path / "mpiexec"))
+    monkeypatch.setenv("waits", waits)
+    monkeypatch.setattr(launcher, "HUNG_S", 0.2)
+    ended = launcher.launch(1, ["sleep", "4327" if waits == "with a rank" else "0"], tolerant=True)
+    is_killed = waits == "for a lock"
+    assert ended == Ended(128 + signal.SIGKILL if is_killed else 3)
+    assert ("their launcher hangs" in capfd.readouterr().err) == is_killed
+    assert not sleepers("4327")
+
+
 def test_leftover_processes_of_a_dead_launcher_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same program outside of the launch is not killed."""
     path = tmp_path / "mpiexec"
