@@ -320,7 +320,7 @@ def _known(values: Rows) -> list[float]:
 
 def table(summary: Summary) -> RenderableType:
     """Return the run in a few lines and its workers in a table, within 80 columns for up to a million pushes."""
-    return Group(_head(summary), Text(), _worker_table(summary))
+    return Group(_head(summary), Text(), *_worker_table(summary))
 
 
 def _head(summary: Summary) -> RenderableType:
@@ -429,24 +429,25 @@ def _shown(workers: Sequence[WorkerSummary]) -> Sequence[WorkerSummary]:
     return [*by_wait[: MANY_WORKERS // 2], *by_wait[-MANY_WORKERS // 2 :]]
 
 
-def _worker_table(summary: Summary) -> Table:
+def _worker_table(summary: Summary) -> tuple[Table, Text]:
+    """Return the table of the workers, and the lines below it, which may be wider."""
     workers = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", pad_edge=False)
-    columns, caption = (_PUSHING, _ABOUT_PUSHING) if summary.exchanges is None else (_EXCHANGING, _ABOUT_EXCHANGING)
+    columns, about = (_PUSHING, _ABOUT_PUSHING) if summary.exchanges is None else (_EXCHANGING, _ABOUT_EXCHANGING)
     if any(worker.layers is not None for worker in summary.workers):
-        columns, caption = _SEPARATED, _ABOUT_SEPARATED
+        columns, about = _SEPARATED, _ABOUT_SEPARATED
     if summary.coarse_s is not None:
-        columns, caption = _COMMITTING, _ABOUT_COMMITTING
+        columns, about = _COMMITTING, _ABOUT_COMMITTING
     if any(worker.averages is not None for worker in summary.workers):
-        columns, caption = _AVERAGING, _ABOUT_AVERAGING
+        columns, about = _AVERAGING, _ABOUT_AVERAGING
     for name, shares in (
         ("load", [worker.load_share for worker in summary.workers]),
         ("other", [worker.between_share for worker in summary.workers]),
     ):
         if not any((share or 0.0) >= SMALL_SHARE for share in shares):
             columns = {other: cell for other, cell in columns.items() if other != name}
-    caption = f"{caption}\n{_ABOUT_SHARES}"
+    about = f"{about}\n{_ABOUT_SHARES}"
     if "other" in columns:
-        caption = f"{caption}\nother: {between.WORDS}"
+        about = f"{about}\nother: {between.WORDS}"
     wide = {"load", "staleness"} <= columns.keys()  # with headings of one line it would have more than 80 columns
     for name in columns:
         heading = name.replace(" ", "\n") if wide else name
@@ -454,10 +455,8 @@ def _worker_table(summary: Summary) -> Table:
     for row in _shown(summary.workers):
         workers.add_row(*(cell(row) for cell in columns.values()))
     if len(summary.workers) > MANY_WORKERS:
-        caption = f"the {MANY_WORKERS // 2} workers that waited least and most; {caption}"
-    workers.caption = caption
-    workers.caption_justify = "left"
-    return workers
+        about = f"the {MANY_WORKERS // 2} workers that waited least and most; {about}"
+    return workers, Text(about, "dim")
 
 
 def _percent(share: float | None) -> str:
