@@ -52,13 +52,13 @@ class Trials:
         Measured times of computing, by worker.
     at_once
         Simulations at a time.
-    until_s
-        Moment, by `time.monotonic`, at which the budget is spent; None: it is not limited.
     keeps_scale
         Whether the job states how the rate of asynchronous updates is scaled.
 
     Attributes
     ----------
+    until_s : float or None
+        Moment, by `time.monotonic`, at which the budget is spent; None: it is not limited.
     n_simulated : int
         Number of runs that were simulated.
     failed : dict
@@ -74,7 +74,6 @@ class Trials:
         trace: Trace | None,
         times: list[Any],
         at_once: int,
-        until_s: float | None,
         keeps_scale: bool,
     ) -> None:
         self._job = job
@@ -83,9 +82,9 @@ class Trials:
         self._trace = trace
         self._times = times
         self._at_once = at_once
-        self._until_s = until_s
         self._keeps_scale = keeps_scale
         self._seeds_with_times: set[int] = set()
+        self.until_s: float | None = None
         self.n_simulated = 0
         self.failed: dict[Trained, Path] = {}
         self._workload = json.dumps(tomllib.loads(job.to_toml())["workload"], sort_keys=True)
@@ -228,7 +227,7 @@ class Trials:
 
         from hpcsync.system.parent_death import end_with
 
-        left_s = None if self._until_s is None else self._until_s - time.monotonic()
+        left_s = None if self.until_s is None else self.until_s - time.monotonic()
         n_done, failed = 0, set()
         pool = ProcessPoolExecutor(self._at_once, multiprocessing.get_context("spawn"), end_with, (os.getpid(),))
         try:

@@ -122,7 +122,7 @@ class _Adviser:
         self._out = asked.out or Path("runs") / f"{self._job.name}-advice"
         if n_workers is not None:
             self._out /= f"workers-{n_workers}"
-        self._begin_s = time.monotonic()
+        self._begin_s = 0.0
         self._left_out: dict[str, str] = {}
         self._noted: dict[int, dict[str, Any]] = {}  # what came of each trial, by number
         self._link_share = 0.0  # of a synchronous iteration
@@ -145,7 +145,6 @@ class _Adviser:
             trace=self._trace,
             times=times,
             at_once=asked.at_once,
-            until_s=None if asked.budget_s is None else self._begin_s + asked.budget_s,
             keeps_scale=_states_scale(path, asked.overrides),
         )
 
@@ -156,6 +155,9 @@ class _Adviser:
         from hpcsync.report.wording import rounded
         from hpcsync.run_dir import layout
 
+        self._begin_s = time.monotonic()
+        if self._asked.budget_s is not None:
+            self._trials.until_s = self._begin_s + self._asked.budget_s / max(1, len(self._asked.workers))
         limit_s, iteration_s, self._link_share = self._limit_s()
         field = self._field(limit_s, iteration_s)
         first = self._job.seed

@@ -315,7 +315,12 @@ def advise(
     ] = 3,
     budget: Annotated[
         float | None,
-        typer.Option(metavar="SECONDS", min=1.0, help="End with the last trial that is complete.", show_default=False),
+        typer.Option(
+            metavar="SECONDS",
+            min=1.0,
+            help="End with the last trial that is complete; numbers of workers have equal parts of this time.",
+            show_default=False,
+        ),
     ] = None,
     at_once: Annotated[int, typer.Option("--jobs", metavar="N", min=1, help="Simulations at the same time.")] = 1,
     overrides: Overrides = None,

@@ -11,6 +11,7 @@ import time
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -265,6 +266,24 @@ def test_a_budget_that_ends_within_the_first_trial_says_how_far_it_is(job, tmp_p
     said = capsys.readouterr()
     assert "The budget was spent in trial 1: 2 of 6 runs are done; the same command resumes." in said.err
     assert not said.out
+
+
+@pytest.mark.parametrize("workers", [(), (2, 3)])
+def test_each_number_of_workers_has_an_equal_part_of_the_budget(workers, job, tmp_path, monkeypatch):
+    left, now_s = [], [1000.0]
+
+    def ended(futures, left_s):
+        left.append(left_s)
+        now_s[0] += left_s
+        raise TimeoutError
+
+    monkeypatch.setattr(advice_trials, "as_completed", ended)
+    for module in (advise, advice_trials):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    one = ["cluster.compute.seconds=0.1"]
+    asked = Asked(paradigms=("bsp", "asp"), workers=workers, overrides=one, out=tmp_path / "out", budget_s=60)
+    assert main(job, asked) == 1
+    assert left == ([30, 30] if workers else [60])
 
 
 def test_a_budget_that_ends_among_further_rates_leaves_the_ranking_by_the_others(job, tmp_path, capsys, monkeypatch):
