@@ -228,7 +228,8 @@ class RunRecorder(Generic[C]):
             how = unfinished.resumption(self._given.checkpoints.folder, is_script=is_script)
             print_at_once(f"hpcsync: interrupted; use {how} to resume from {error}")
         elif isinstance(error, Interrupted | RankFailed | NotWritten | JobError):
-            print_at_once(f"hpcsync: {status}: {error}; the trace so far is {self.trace.path}{below(error)}")
+            trace = layout.shown(self.trace.path)
+            print_at_once(f"hpcsync: {status}: {error}; the trace so far is {trace}{below(error)}")
         elif not isinstance(error, KeyboardInterrupt):
             print_at_once("".join(traceback.format_exception(error)))
         sys.stdout.flush()
