@@ -104,7 +104,7 @@ class Progress:
             self._live.start()
             self._live.update(self._bar(_standing(now_s, run)), refresh=True)
         else:
-            done = [f"{run.samples:>9} samples"] if math.isnan(share) else []
+            done = [f"{run.samples:>9,} samples"] if math.isnan(share) else []
             line = [f"{now_s:7.1f} s", *done, *self._speed(), *_quality(run)]
             self._console.print("  ".join(line), soft_wrap=True)
 
@@ -143,7 +143,7 @@ class Progress:
 
 
 def _standing(now_s: float, run: Standing) -> str:
-    counts = [f"{now_s:7.1f} s", f"{run.samples:>9} samples", f"{run.version:>7} updates"]
+    counts = [f"{now_s:7.1f} s", f"{run.samples:>9,} samples", f"{run.version:>7,} updates"]
     return "  ".join([*counts, *_quality(run)])
 
 

@@ -60,7 +60,7 @@ def test_interval_after_a_long_pause(progress, clock, text):
 def test_contents_of_the_line(progress, clock, text):
     clock.now_s = 2.5
     progress.show(2.5, coordinator())
-    assert text.getvalue().split() == "2.5 s 1234 samples loss 0.25".split()
+    assert text.getvalue().split() == "2.5 s 1,234 samples loss 0.25".split()
 
 
 def test_on_a_terminal_one_line_changes_and_is_removed_at_the_end(text, clock):
@@ -70,7 +70,7 @@ def test_on_a_terminal_one_line_changes_and_is_removed_at_the_end(text, clock):
         progress.show(clock.now_s, coordinator())
     progress.close()
     progress.close()
-    assert 3 <= text.getvalue().count("1234 samples") <= 4  # at 0.3, 0.6, 0.9; rich may say the last one again
+    assert 3 <= text.getvalue().count("1,234 samples") <= 4  # at 0.3, 0.6, 0.9; rich may say the last one again
     assert "56 updates  loss 0.25" in text.getvalue()
     assert text.getvalue().rstrip().endswith("\x1b[2K")
 
