@@ -40,7 +40,8 @@ def boxes(figure):
 
 def faults(figure):
     """Return in words what lies outside a figure and what overlaps."""
-    FigureCanvasAgg(figure).draw()
+    FigureCanvasAgg(figure)
+    figure.draw_without_rendering()
     each, page = boxes(figure), figure.bbox
     found = [
         f"outside: {text.get_text()!r}"

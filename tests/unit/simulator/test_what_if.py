@@ -126,7 +126,7 @@ def test_a_run_of_few_iterations_does_not_show_what_batches_by_speed_would_do(tm
 
 @pytest.mark.parametrize("paradigm", ["bsp", "allreduce"])
 def test_batches_by_speed_are_predicted(tmp_path, paradigm):
-    seconds, stop = [0.1, 0.15, 0.1, 0.3], {"samples": 20_000}
+    seconds, stop = [0.1, 0.15, 0.1, 0.3], {"samples": 6_000}
     predicted = study(simulated(tmp_path, {"name": paradigm}, seconds, jitter=0.1, stop=stop))
     batches = {"policy": "equal-finish"}
     took = simulated(tmp_path, {"name": paradigm}, seconds, jitter=0.1, stop=stop, batches=batches)
