@@ -57,13 +57,6 @@ def test_show_imports_nothing_of_the_user_without_load(job: Path) -> None:
     assert f"the workload is code in module mine ({job.parent / 'mine.py'}): --load imports it" in shown
     assert 'name = "mine:make"' in shown
     assert not (job.parent / "imported").exists()
-    assert "parameters" in said(job, "show", job, "--load")
-    assert (job.parent / "imported").exists()
-
-
-def test_a_simulation_names_the_module_before_it_is_imported(job: Path) -> None:
-    assert f"importing the workload from module mine ({job.parent / 'mine.py'})" in said(job, "simulate", job)
-    assert (job.parent / "imported").exists()
 
 
 def test_an_audit_finds_the_module_in_the_current_folder(job: Path) -> None:
@@ -76,12 +69,14 @@ def test_an_audit_finds_the_module_in_the_current_folder(job: Path) -> None:
     assert f"importing the workload from module mine ({job.parent / 'mine.py'})" in done.stdout
 
 
-def test_a_file_beside_the_job_takes_no_package_s_place(job: Path) -> None:
+def test_the_module_is_named_and_imported_and_a_file_beside_it_takes_no_package_s_place(job: Path) -> None:
     """Nor one in the current folder, which `python -m` puts first."""
     for name in ("sklearn", "torch", "numpy", "h5py"):
         (job.parent / f"{name}.py").write_text("raise SystemExit(77)")
-    assert "importing the workload" in said(job, "simulate", job)
+    assert f"importing the workload from module mine ({job.parent / 'mine.py'})" in said(job, "simulate", job)
+    (job.parent / "imported").unlink()
     assert "parameters" in said(job, "show", job, "--load")
+    assert (job.parent / "imported").exists()
     done = subprocess.run([sys.executable, "-c", "import torch"], cwd=job.parent, check=False)
     assert done.returncode == 77, "the files would be found first"
 
