@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -18,6 +19,14 @@ from hpcsync.report.variants import half_widths
 Of = Callable[[pd.DataFrame], "pd.Series | pd.DataFrame"]
 
 HOLDS, FAILS, UNTOLD = "holds", "does not hold", "cannot be told"  # verdicts
+
+
+class Bounds(NamedTuple):
+    """Bounds of the number of each seed, and whether they are equal and finite."""
+
+    least: np.ndarray
+    largest: np.ndarray
+    known: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -67,7 +76,7 @@ class Claim:
     def judge(self, results: pd.DataFrame) -> dict[str, object]:
         """A row: the claim, the mean with its interval, the least and largest number, and the verdict."""
         bounds = self._bounds(self.number(results))
-        known = bounds["low"][(bounds["low"] == bounds["high"]) & np.isfinite(bounds["low"])]
+        known = bounds.least[bounds.known]
         mean, low, high = self._interval(bounds, known)
         return {
             "claim": self.says,
@@ -79,26 +88,28 @@ class Claim:
             "mean": mean,
             "low": low,
             "high": high,
-            "least": known.min(),
-            "largest": known.max(),
-            "seeds": len(bounds),
-            "unknown": len(bounds) - len(known),
+            "least": known.min() if len(known) else math.nan,
+            "largest": known.max() if len(known) else math.nan,
+            "seeds": len(bounds.known),
+            "unknown": len(bounds.known) - len(known),
         }
 
-    def _bounds(self, numbers: pd.Series | pd.DataFrame) -> pd.DataFrame:
+    def _bounds(self, numbers: pd.Series | pd.DataFrame) -> Bounds:
+        # Arrays, since a frame for each of hundreds of claims takes most of the time of judging them.
         if isinstance(numbers, pd.DataFrame):
-            return pd.DataFrame({"low": numbers["low"].fillna(-math.inf), "high": numbers["high"].fillna(math.inf)})
-        there = numbers.fillna(-math.inf if self.high == math.inf else math.inf)
-        return pd.DataFrame({"low": there, "high": there})
+            least, largest = _filled(numbers["low"], -math.inf), _filled(numbers["high"], math.inf)
+        else:
+            least = largest = _filled(numbers, -math.inf if self.high == math.inf else math.inf)
+        return Bounds(least, largest, (least == largest) & np.isfinite(least))
 
-    def _interval(self, bounds: pd.DataFrame, known: pd.Series) -> tuple[float, float, float]:
+    def _interval(self, bounds: Bounds, known: np.ndarray) -> tuple[float, float, float]:
         """Return mean and interval; the mean is NaN unless all numbers are known."""
-        if bounds.empty:
+        if not len(bounds.known):
             return math.nan, math.nan, math.nan
-        if len(known) < len(bounds):
-            return math.nan, float(bounds["low"].min()), float(bounds["high"].max())
+        if len(known) < len(bounds.known):
+            return math.nan, float(bounds.least.min()), float(bounds.largest.max())
         is_ratio = not self.unit and bool((known > 0).all())
-        values = np.log(known.to_numpy(float)) if is_ratio else known.to_numpy(float)
+        values = np.log(known.astype(float)) if is_ratio else known.astype(float)
         mean, half = float(values.mean()), float(half_widths(values)) if len(values) > 1 else 0.0
         ends = (mean, mean - half, mean + half)
         return tuple(map(math.exp, ends)) if is_ratio else ends  # type: ignore[return-value]
@@ -110,17 +121,22 @@ class Claim:
             return HOLDS
         return FAILS if high < self.low or low > self.high else UNTOLD
 
-    def _in_words(self, bounds: pd.DataFrame, known: pd.Series, mean: float, low: float, high: float) -> str:
-        if bounds.empty:
+    def _in_words(self, bounds: Bounds, known: np.ndarray, mean: float, low: float, high: float) -> str:
+        if not len(bounds.known):
             return "no runs"
-        digits = 0 if pd.api.types.is_integer_dtype(known) and low == high else 2
-        if len(known) == len(bounds):
+        digits = 0 if np.issubdtype(known.dtype, np.integer) and low == high else 2
+        if len(known) == len(bounds.known):
             between = f" ({low:.{digits}f} to {high:.{digits}f})" if len(known) > 1 else ""
             return f"{mean:.{digits}f}{self.unit}{between}"
         parts = [f"{known.min():.{digits}f} to {known.max():.{digits}f}{self.unit}"] if len(known) else []
-        rest = bounds.drop(known.index)
-        beyond = _within(rest["low"].min(), rest["high"].max())
-        return ", ".join([*parts, f"{beyond} with {len(rest)} of {len(bounds)} seeds"])
+        rest = ~bounds.known
+        beyond = _within(bounds.least[rest].min(), bounds.largest[rest].max())
+        return ", ".join([*parts, f"{beyond} with {rest.sum()} of {len(rest)} seeds"])
+
+
+def _filled(numbers: pd.Series, unknown: float) -> np.ndarray:
+    values = numbers.to_numpy()
+    return np.where(np.isnan(values), unknown, values) if np.issubdtype(values.dtype, np.floating) else values
 
 
 def _within(low: float, high: float) -> str:
@@ -133,6 +149,8 @@ def _within(low: float, high: float) -> str:
 
 
 def judged(claims: Iterable[Claim], results: pd.DataFrame) -> pd.DataFrame:
+    names = [name for name in ("setting", "arm", "paradigm") if name in results]
+    results = results.astype(dict.fromkeys(names, object))  # which are compared faster, and converted nowhere else
     return pd.DataFrame([claim.judge(results) for claim in claims])
 
 

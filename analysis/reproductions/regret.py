@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from reproductions.claims import Claim
+from reproductions.claims import Bounds, Claim
 
 
 def means(runs: pd.DataFrame) -> pd.DataFrame:
@@ -131,10 +131,10 @@ class Resampled(Claim):
 
     statistic: Callable[[np.ndarray], Any] = MEDIAN
 
-    def _interval(self, bounds: pd.DataFrame, known: pd.Series) -> tuple[float, float, float]:
-        if len(known) < max(1, len(bounds)):
+    def _interval(self, bounds: Bounds, known: np.ndarray) -> tuple[float, float, float]:
+        if len(known) < max(1, len(bounds.known)):
             return super()._interval(bounds, known)
-        values = known.to_numpy(float)
+        values = known.astype(float)
         drawn = np.random.default_rng(0).choice(values, (DRAWS, len(values)))
         low, high = np.quantile(self.statistic(drawn), (0.025, 0.975))
         return float(self.statistic(values)), float(low), float(high)
