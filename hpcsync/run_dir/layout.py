@@ -311,6 +311,8 @@ def _summary(trace: Path) -> Summary:
 def _print_summary(summary: Summary, trace: Path, console: Console) -> None:
     from hpcsync.report.summary import table
 
+    if console.quiet:
+        return  # it would render the table for nobody, a tenth of the time of a short simulation
     at_least_80_columns(console).print(table(summary))
     console.print(f"trace: {trace}", soft_wrap=True, markup=False)
 
