@@ -11,9 +11,13 @@ from hpcsync.figures.plotting import PARADIGM_COLOURS
 ALLREDUCE, BACK_S = {"name": "allreduce"}, failures.BACK_S
 
 
-def test_checkpoints_and_a_restart_by_hand() -> None:
+@pytest.fixture(scope="module")
+def undisturbed_s() -> float:
+    return failures.simulated_s(ALLREDUCE, 1, [])
+
+
+def test_checkpoints_and_a_restart_by_hand(undisturbed_s: float) -> None:
     """A checkpoint begins within one iteration after it is due, every 1800 s of training, and takes 30 s."""
-    undisturbed_s = failures.simulated_s(ALLREDUCE, 1, [])
     saving_s = failures.simulated_s(ALLREDUCE, 1, [], 1800.0)
     n_checkpoints = (saving_s - undisturbed_s) / failures.CHECKPOINT_S
     assert n_checkpoints == pytest.approx(undisturbed_s // 1800)
@@ -53,15 +57,14 @@ def test_without_failures_there_are_no_absences() -> None:
     assert failures.stalls(0.0, 1) == [] and failures.deaths(0.0, 1) == []
 
 
-def test_a_stall_is_one_iteration_that_takes_longer() -> None:
+def test_a_stall_is_one_iteration_that_takes_longer(undisturbed_s: float) -> None:
     """All-reduce waits for every stall as a whole; stalls of the same iteration cost as much as one."""
     events = failures.stalls(30.0, 3)
     slow, recover = events[::2], events[1::2]
     assert {event["change"] for event in slow} == {"slow"} and {event["change"] for event in recover} == {"recover"}
     for before, after in zip(slow, recover, strict=True):
         assert (after["worker"], after["at_iteration"]) == (before["worker"], before["at_iteration"] + 1)
-    undisturbed_s = failures.simulated_s({"name": "allreduce"}, 1, [])
-    took_s = failures.simulated_s({"name": "allreduce"}, 1, events)
+    took_s = failures.simulated_s(ALLREDUCE, 1, events)
     stalled = {event["at_iteration"] for event in slow if event["at_iteration"] <= 10 * 3600 / failures.ITERATION_S}
     assert len(stalled) > 200
     assert took_s - undisturbed_s == pytest.approx(len(stalled) * BACK_S, rel=0.05)
