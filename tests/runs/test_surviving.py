@@ -203,10 +203,10 @@ def test_a_script_goes_on_and_has_the_weights(tmp_path: Path) -> None:
     assert len(weights) == 3 and len(set(weights)) == 1
 
 
-# What a script's ranks do after training, the status of all, and what is said.
-# What a script does before and after training, and at its end.
+# What a script does before and after training.
 AROUND = ("import atexit, os, signal, time", "atexit.register(print, 'handled', flush=True)", "from mpi4py import MPI")
 AFTER = "kept = open(f'kept-{rank}', 'w')\nkept.write('in a buffer')"
+# What its ranks do at their end, the status of all, and what is said.
 ENDS = {
     "one is killed": ("if rank == 2: os.kill(os.getpid(), signal.SIGKILL)", 1, "rank 2 died after the end"),
     "one fails and the others are not at their end": ("time.sleep(5) if rank else 1 / 0", 1, "rank 0 died after"),

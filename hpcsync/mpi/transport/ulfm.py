@@ -31,6 +31,7 @@ from mpi4py import MPI
 from hpcsync.config.errors import JobError
 from hpcsync.mpi.transport.node_topology import on_one_node
 from hpcsync.system import launcher
+from hpcsync.system.launch_output import print_at_once
 
 DEATH = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING)
 
@@ -94,9 +95,8 @@ class Deaths:
         if not self._known:
             return []
         failed = self._comm.Get_failed()
-        found = failed.Translate_ranks(range(failed.size), self._comm.Get_group()) if failed.size else []
+        ranks = _ranks(failed, self._comm) if failed.size else []
         failed.Free()
-        ranks = sorted(map(int, found))
         if lost := self._vital.intersection(ranks):
             raise RankFailed(f"rank {min(lost)} died")
         return ranks
@@ -119,7 +119,7 @@ class Deaths:
 
 def tell(rank: int) -> None:
     """Print on rank 0 that a rank died and the run continues."""
-    print(f"hpcsync: rank {rank} died; the other ranks continue", file=sys.stderr, flush=True)
+    print_at_once(f"hpcsync: rank {rank} died; the other ranks continue")
 
 
 def survivors(comm: MPI.Intracomm) -> MPI.Intracomm:
@@ -165,11 +165,12 @@ def end_with(comm: MPI.Intracomm, survivors: MPI.Intracomm) -> None:
 
 
 def _ranks(group: MPI.Group, comm: MPI.Intracomm) -> list[int]:
-    """Return the ranks in `comm` of the processes in `group`."""
-    return [*map(int, group.Translate_ranks(None, comm.Get_group()))]
+    """Return the ranks in `comm` of the processes in `group`, in ascending order."""
+    return sorted(map(int, group.Translate_ranks(None, comm.Get_group())))
 
 
 def _end() -> None:
+    """End this process: as Python does if all processes agree that none has failed or died, else without MPI."""
     atexit.unregister(_end)
     atexit._run_exitfuncs()  # at once: a process that does not finalise MPI runs nothing after this function
     _flush_files()
@@ -204,7 +205,8 @@ def _agree(status: int) -> int:
         try:
             while not request.Test():
                 if time.monotonic() > killed_s:
-                    _say(f"rank {run.ranks[run.survivors.rank]} failed after the end of training, with status {status}")
+                    rank = run.ranks[run.survivors.rank]
+                    print_at_once(f"hpcsync: rank {rank} failed after the end of training, with status {status}")
                     os.kill(os.getpid(), signal.SIGKILL)
                 time.sleep(0.002)
         except MPI.Exception:
@@ -220,8 +222,5 @@ def _tell_deaths(run: _Run) -> None:
         run.survivors.Iprobe()  # MPI detects deaths while messages are waited for
     died = _ranks(failed, run.survivors)
     if run.survivors.rank == min({*range(run.survivors.size)} - {*died}):
-        _say(f"rank {', '.join(str(run.ranks[rank]) for rank in sorted(died))} died after the end of training")
-
-
-def _say(what: str) -> None:
-    print(f"hpcsync: {what}", file=sys.__stderr__, flush=True)
+        ranks = ", ".join(str(run.ranks[rank]) for rank in died)
+        print_at_once(f"hpcsync: rank {ranks} died after the end of training")
