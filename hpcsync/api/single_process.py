@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 
 from hpcsync.config.job import Job
 from hpcsync.core.iterations import Iterations
-from hpcsync.core.session import Asked, Session
+from hpcsync.core.session import Asked, Batches, Session
 from hpcsync.core.step_problems import ProblemReport, StepChecks
 from hpcsync.paradigms.records import PushInfo
 from hpcsync.training.buffers import Buffers, Calibrate
@@ -61,14 +61,10 @@ class LocalSession(Session):
         self._evaluating_s = 0.0  # not training time
         self._clip_norm = job.optimizer.clip_norm
 
-    def _batches(self, asked: Asked) -> Iterator[Any]:
+    def _batches(self, asked: Asked) -> Batches:
         return self._iterations.shard(
             *asked[:3], lambda: self.stopped, sharded=asked.sharded, accumulate=asked.accumulate
         )
-
-    def _n_batches(self, asked: Asked) -> int:
-        """Return how many batches `_batches` yields."""
-        return self._iterations.n_batches(*asked[:3], sharded=asked.sharded)
 
     def step(self, loss: torch.Tensor | float | None = None) -> bool:
         """Step with the script's optimizer; return False once the run is over."""

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job, Script
 from hpcsync.core.device_speed import Device, device
-from hpcsync.core.session import WithoutBatch
+from hpcsync.core.session import Batches, WithoutBatch
 from hpcsync.state import Stateful
 from hpcsync.system import loader_processes
 from hpcsync.training.loading import Batch, Ordered, Part, Source, refuse, set_epoch, source
@@ -58,7 +58,7 @@ class Iterations(Stateful):
         Seconds of computation, and of waiting for its batches, of the iteration that has ended.
     """
 
-    state_types = {"_used": int, "_lengths": dict[int, int], "_device": Device}
+    state_types = {"_used": int, "_used_by": list[int], "_lengths": dict[int, int], "_device": Device}
 
     def __init__(
         self,
@@ -82,9 +82,12 @@ class Iterations(Stateful):
         self._allocated = allocated
         self._unused = unused
         self._training_epochs = 0
-        self._drawn = 0  # batches of the iteration under way
+        self._drawn: list[int] = []  # numbers of the loaders of which the iteration under way has a batch each
         self._used = 0  # batches of the iterations that have ended
-        self._skip = 0  # next batches to skip, trained on before the run was resumed
+        self._used_by: list[int] = []  # those of each loader, in the order of the calls of `shard`
+        self._n_loaders = 0  # loaders of this start of the run
+        self._skip_by: list[int] = []  # next batches of each loader to skip, trained on before the run was resumed
+        self._skip = 0  # those of the loaders after these, of which only the sum is known
         self._lengths: dict[int, int] = {}  # batches of epochs, where only reading tells, or the loop ended early
         self._sources: WeakKeyDictionary[DataLoader[Any], Source] = WeakKeyDictionary()
         self._said: set[str] = set()
@@ -103,8 +106,10 @@ class Iterations(Stateful):
         *,
         sharded: bool = False,
         accumulate: int = 1,
-    ) -> Iterator[Any]:
-        """Yield the batches of the next training epochs, until `stopped` or the worker leaves.
+    ) -> Batches:
+        """Return the batches of the next training epochs, until `stopped` or the worker leaves.
+
+        Loaders have their training epochs in the order of the calls, whichever is read first.
 
         Parameters
         ----------
@@ -124,23 +129,48 @@ class Iterations(Stateful):
         Raises
         ------
         JobError
-            If a step is to have several batches, but batches are allocated by the step, or if a batch is empty.
+            If a step is to have several batches, but batches are allocated by the step. Later also if the data cannot
+            be used.
         """
         if accumulate > 1 and self._allocated is not None:
             raise JobError(f"accumulate = {accumulate}: must be 1 where batches are allocated: a step has one")
+        number, first = self._n_loaders, self._training_epochs
+        self._n_loaders += 1
+        self._used_by += [0] * (self._n_loaders - len(self._used_by))
+        self._training_epochs += epochs or 0
+        epoch_range = range(first, sys.maxsize if epochs is None else first + epochs)
+        return Batches(
+            self._read(data, batch_size, epoch_range, number, stopped, sharded=sharded),
+            lambda: self._n_batches(data, batch_size, epoch_range, number, sharded=sharded),
+        )
+
+    def _read(
+        self,
+        data: Any,
+        batch_size: int | None,
+        epochs: range,
+        number: int,
+        stopped: Callable[[], bool],
+        *,
+        sharded: bool,
+    ) -> Iterator[Any]:
+        """Yield the batches of the loader of this number; each belongs to the iteration under way.
+
+        Raises
+        ------
+        JobError
+            If the data cannot be used, or a batch is empty.
+        """
         if self.under_way and not self.in_loop and self._unused():  # the loop before was left with its last batch
             self._discard()
         batches = self.source(data, batch_size, sharded)
-        first = self._training_epochs
-        self._training_epochs += epochs or 0
-        epoch_range = range(first, sys.maxsize if epochs is None else first + epochs)
         if batches is None:
             unit = batch_size or 0
             own = self._empty_batches(unit)
         else:
             # Items of a data set that are whole batches are drawn one by one, but are not one sample each.
             unit = 0 if isinstance(data, DataLoader) and data.batch_sampler is None else batches.batch_size
-            own = (self._batches_in_step if self._in_step else self._batches)(data, batches, epoch_range)
+            own = (self._batches_in_step if self._in_step else self._batches)(data, batches, epochs, number)
         while not stopped():
             begin_s = self._now()
             if self._begin_s is None and self._device.leaves(begin_s):
@@ -156,10 +186,10 @@ class Iterations(Stateful):
                 raise JobError("shard: the first tensor of a batch has length 0: every batch must have a sample")
             if self._begin_s is None or self._allocated is not None:  # an allocated batch without a step comes again
                 self._begin(begin_s)
-                self.batch_size = self._drawn = 0
+                self.batch_size, self._drawn = 0, []
             loaded_s = self._now()
             self.batch_size += n_samples
-            self._drawn += 1
+            self._drawn.append(number)
             self.load_s += loaded_s - begin_s
             unit = unit or n_samples
             self._device_s += self._device.seconds(loaded_s, n_samples / unit, self._job.paradigm.layer_pieces)
@@ -169,8 +199,8 @@ class Iterations(Stateful):
             finally:
                 self.in_loop = False
 
-    def n_batches(self, data: Any, batch_size: int | None, epochs: int | None, *, sharded: bool = False) -> int:
-        """Return how many batches `shard` would yield from now on, if the run does not end before.
+    def _n_batches(self, data: Any, batch_size: int | None, epochs: range, number: int, *, sharded: bool) -> int:
+        """Return how many batches `_read` yields, before the first one and if the run does not end before.
 
         Raises
         ------
@@ -179,16 +209,16 @@ class Iterations(Stateful):
         JobError
             If the data cannot be used.
         """
-        if epochs is None or data is None:
+        if epochs.stop == sys.maxsize or data is None:
             raise TypeError("len: epochs = None, or no data, has no end but that of the run")
         if self._allocated is not None:
             raise TypeError("len: batches are allocated: how many this worker gets depends on the speeds of all")
         batches = self.source(data, batch_size, sharded)
         if self._in_step:
             assert isinstance(batches, Ordered)
-            return max(0, self._n_in_step(batches, epochs)[0] - self._skip)
-        found, skip = 0, self._skip
-        for epoch in range(self._training_epochs, self._training_epochs + epochs):
+            return max(0, self._n_in_step(batches, len(epochs))[0] - self._to_skip(number))
+        found, skip = 0, self._to_skip(number)
+        for epoch in epochs:
             if batches is None or (length := batches.length(epoch)) is None:
                 raise TypeError("len: only reading tells how many batches these data have")
             known = self._lengths.get(epoch, length)
@@ -210,8 +240,13 @@ class Iterations(Stateful):
     def _discard(self) -> None:
         """Leave out the batches of the iteration under way."""
         self._begin_s = None
-        self._used += self._drawn
-        self._drawn = 0
+        self._count_drawn()
+
+    def _count_drawn(self) -> None:
+        self._used += len(self._drawn)
+        for number in self._drawn:
+            self._used_by[number] += 1
+        self._drawn = []
 
     def skip(self, n_batches: int) -> None:
         """Start after so many batches, of which nothing else is known."""
@@ -220,7 +255,20 @@ class Iterations(Stateful):
     def restore(self, state: Mapping[str, Any]) -> None:
         """Resume from a state: the next loaders skip the batches that were trained on."""
         super().restore(state)
-        self._skip = self._used
+        self._skip_by = [*self._used_by]
+        self._skip = self._used - sum(self._used_by)
+
+    def _to_skip(self, number: int) -> int:
+        """Return how many batches the loader of this number is still to skip."""
+        return self._skip_by[number] if number < len(self._skip_by) else self._skip
+
+    def _have_skipped(self, number: int, n_batches: int) -> None:
+        """Count batches that the loader of this number has skipped."""
+        if number < len(self._skip_by):
+            self._skip_by[number] -= n_batches
+        else:
+            self._skip -= n_batches
+            self._used_by[number] += n_batches
 
     @property
     def under_way(self) -> bool:
@@ -266,9 +314,8 @@ class Iterations(Stateful):
         self.pad(0.0 if self._in_parts else share)
         assert self._begin_s is not None
         begin_s, self._begin_s = self._begin_s, None
-        self._used += self._drawn
-        self.drew_ahead = self.drew_ahead or self._drawn > 1
-        self._drawn = 0
+        self.drew_ahead = self.drew_ahead or len(self._drawn) > 1
+        self._count_drawn()
         end_s = self._now()
         if not self._in_parts:
             self.computed_s = max(0.0, end_s - begin_s - self.load_s)
@@ -336,7 +383,7 @@ class Iterations(Stateful):
         while True:
             yield batch_size if self._allocated is None else self._allocated()[1], ()
 
-    def _batches(self, data: Any, batches: Source, epochs: range) -> Iterator[Batch]:
+    def _batches(self, data: Any, batches: Source, epochs: range, number: int) -> Iterator[Batch]:
         """Yield the worker's batches of training epochs, without those used before the run was resumed."""
         if self._allocated is not None:
             assert isinstance(batches, Ordered)
@@ -347,16 +394,17 @@ class Iterations(Stateful):
                 set_epoch(data, epoch)
             length = batches.length(epoch)
             known = self._lengths.get(epoch, length)
-            if known is not None and known <= self._skip:
-                self._skip -= known
+            skip = self._to_skip(number)
+            if known is not None and known <= skip:
+                self._have_skipped(number, known)
                 batches.pass_over(epoch)
                 continue
-            skip, self._skip = self._skip, 0
-            before = self._used - skip
+            self._have_skipped(number, skip)
+            before = self._used_by[number] - skip
             try:
                 yield from batches.read(epoch, skip)
             except GeneratorExit:  # the loop was left early: for the script this epoch is over
-                self._lengths[epoch] = self._used + self._drawn - before
+                self._lengths[epoch] = self._used_by[number] + self._drawn.count(number) - before
                 raise
             if length is None:
                 if batches.counted() == 0 and epochs.stop == sys.maxsize:
@@ -365,14 +413,14 @@ class Iterations(Stateful):
                         "worker needs at least one"
                     )
                 self._lengths[epoch] = batches.counted()
-                self._skip = max(0, skip - batches.counted())
+                self._have_skipped(number, min(0, batches.counted() - skip))
                 self._say(batches.ended())
 
     def _n_in_step(self, batches: Ordered, n_epochs: int) -> tuple[int, int]:
         """Return the iterations of all workers in so many training epochs, and the batches that are left out."""
         return divmod(n_epochs * whole_batches(batches.batch_size, batches.size), len(self._job.takers))
 
-    def _batches_in_step(self, data: Any, batches: Source, epochs: range) -> Iterator[Batch]:
+    def _batches_in_step(self, data: Any, batches: Source, epochs: range, number: int) -> Iterator[Batch]:
         """Yield equally many batches on all workers: an incomplete last iteration is left out."""
         assert isinstance(batches, Ordered)
         n_iterations, n_left_out = self._n_in_step(batches, len(epochs))
@@ -382,12 +430,13 @@ class Iterations(Stateful):
                 f"{n_left_out} of {n_batches} batches are left out at the end of the loop, because all workers make "
                 "equally many iterations"
             )
-        if self._skip >= n_iterations:
-            self._skip -= n_iterations
+        skip = self._to_skip(number)
+        if skip >= n_iterations:
+            self._have_skipped(number, n_iterations)
             return
-        n_left = min(n_iterations - self._skip, sys.maxsize)
+        n_left = min(n_iterations - skip, sys.maxsize)
         if self._takes:
-            yield from islice(self._batches(data, batches, epochs), n_left)
+            yield from islice(self._batches(data, batches, epochs, number), n_left)
         else:
-            self._skip = 0
+            self._have_skipped(number, skip)
             yield from repeat((batches.batch_size * len(self._job.groups.served(self._worker)), ()), n_left)

@@ -162,16 +162,11 @@ class Session(ABC):
         end belongs to the epoch in which it begins.
         """
         self._refuse_outside()
-        asked = Asked(dataset, batch_size, epochs, sharded, accumulate)
-        return Batches(self._batches(asked), lambda: self._n_batches(asked))
+        return self._batches(Asked(dataset, batch_size, epochs, sharded, accumulate))
 
     @abstractmethod
-    def _batches(self, asked: Asked) -> Iterator[Any]:
+    def _batches(self, asked: Asked) -> Batches:
         """Return the batches that `shard` returns."""
-
-    @abstractmethod
-    def _n_batches(self, asked: Asked) -> int:
-        """Return how many they are, before the first one. Raises TypeError if that is not known."""
 
     def cancelled(self, share: float) -> bool:
         """Return True if the gradient of the current batch will not be used.

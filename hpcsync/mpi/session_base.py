@@ -314,7 +314,7 @@ class RankSession(Session):
         }
 
     def _restore_training(self, state: Mapping[str, Any]) -> None:
-        self._iterations.restore(state["iterations"])
+        self._iterations.restore({"used_by": [], **state["iterations"]})  # up to checkpoint format 6 there is none
         rng_state.restore(state["generators"], self.flat.weights.device)
         restore_arrays(dict(self._model.named_buffers()), state["buffers"])
 

@@ -23,10 +23,11 @@ from hpcsync.system.atomic_files import naming, permitted, removing, sync
 from hpcsync.version import __version__
 
 FORMAT = "hpcsync checkpoint"
-FORMAT_VERSION = 6  # raise it with every change of what a checkpoint holds: tests/unit/run_dir/checkpoint_format.txt
+FORMAT_VERSION = 7  # raise it with every change of what a checkpoint holds: tests/unit/run_dir/checkpoint_format.txt
 # Fields that version 3 lacks have their defaults (`later_fields` of their records); 3 and 4 hold all workers' slots.
 # Up to 5 they hold the numbers of a script's optimizers, and not the step that it was to make.
-READABLE_VERSIONS = (3, 4, 5, 6)
+# Up to 6 they hold the sum of the batches that a worker has used, and not those of each of its loaders.
+READABLE_VERSIONS = (3, 4, 5, 6, 7)
 
 MANIFEST = "manifest.json"
 ARRAY = "$array"

@@ -552,6 +552,8 @@ PASSING |= {
     "batch_size",
     "computed_s",
     "_skip",
+    "_skip_by",
+    "_n_loaders",
     "_training_epochs",
     "_in_parts",
     "_now",

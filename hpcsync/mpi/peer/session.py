@@ -16,7 +16,7 @@ from hpcsync.config.job import Job
 from hpcsync.core.iterations import Iterations
 from hpcsync.core.peer_coordinator import BatchDivision, create_batch_division
 from hpcsync.core.peer_machine import Computed, PeerMachine, create_method
-from hpcsync.core.session import Asked
+from hpcsync.core.session import Asked, Batches
 from hpcsync.mpi.collectives.model_parts import Layers, SeparatedLayers
 from hpcsync.mpi.peer.channel import PeerChannel
 from hpcsync.mpi.peer.exchange import AllReducing, Averaging, Exchange, Setup, Swapping
@@ -122,29 +122,27 @@ class PeerSession(RankSession):
         """Return the loss that the job's loop computes on this rank."""
         return self._exchange.loss_here(loss)
 
-    def _batches(self, asked: Asked) -> Iterator[Any]:
+    def _batches(self, asked: Asked) -> Batches:
         """Return this worker's batches; restore the state of a resumed run first."""
         if self._resumed is not None:  # not earlier: the script's setup may draw numbers and change the model, too
             with self._checkpoints.restoring(self._name):
                 self._restore(self._resumed)
             self._resumed = None
-        return self._yield_batches(asked)
+        own = self._iterations.shard(
+            *asked[:3], lambda: self.stopped, sharded=asked.sharded, accumulate=asked.accumulate
+        )
+        return Batches(self._prepared(asked, own), own.__len__)
 
-    def _yield_batches(self, asked: Asked) -> Iterator[Any]:
+    def _prepared(self, asked: Asked, own: Batches) -> Iterator[Any]:
+        """Yield this worker's batches, each prepared for the exchange."""
         source = self._iterations.source(asked.dataset, asked.batch_size, asked.sharded)
         self._describe(self._exchange.prepare(source, self._iterations))
         self._link.phases.enter(Phase.COMPUTING, self._machine.iteration + 1)
         self._accumulate, self._n_passes = asked.accumulate, 0
         self._exchange.let_overlap(self._overlaps)
-        for batch in self._iterations.shard(
-            *asked[:3], lambda: self.stopped, sharded=asked.sharded, accumulate=asked.accumulate
-        ):
+        for batch in own:
             self._exchange.let_overlap(self._overlaps)
             yield self._exchange.begin(batch)
-
-    def _n_batches(self, asked: Asked) -> int:
-        """Return how many batches `_batches` yields."""
-        return self._iterations.n_batches(*asked[:3], sharded=asked.sharded)
 
     def _describe(self, attributes: Mapping[str, int]) -> None:
         """Add attributes to the trace; on rank 0 only."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from mpi4py import MPI
 from hpcsync.config.errors import JobError
 from hpcsync.core.assignments import create_assignments
 from hpcsync.core.roles import Roles
-from hpcsync.core.session import Asked, WithoutBatch
+from hpcsync.core.session import Asked, Batches, WithoutBatch
 from hpcsync.mpi.collectives.model_parts import Layers
 from hpcsync.mpi.server.channel import ServerChannel
 from hpcsync.mpi.server.shard import Shard, follow
@@ -121,16 +120,13 @@ class FollowerSession(LinkedSession):
             return self._optimizer
         return OfShard(self._script, self._link.shards[self.rank], self._link.sum_over_servers)
 
-    def _batches(self, asked: Asked) -> Iterator[Any]:
+    def _batches(self, asked: Asked) -> Batches:
         """Serve until the run is over; return no batches."""
         loading.refuse(asked.dataset, asked.batch_size, sharded=asked.sharded)
         if not self._shard.finished:
             self._serve()
         self._has_served = True
-        return iter(())
-
-    def _n_batches(self, asked: Asked) -> int:
-        return 0
+        return Batches(iter(()), lambda: 0)
 
     def _step(self, loss: torch.Tensor | float | None) -> None:
         """Raise WithoutBatch: a server does not train."""

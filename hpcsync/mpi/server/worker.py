@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, SupportsFloat
 
@@ -12,7 +12,7 @@ import torch
 
 from hpcsync.core.assignments import create_assignments
 from hpcsync.core.iterations import Iterations
-from hpcsync.core.session import Asked
+from hpcsync.core.session import Asked, Batches
 from hpcsync.core.worker_machine import WorkerMachine
 from hpcsync.mpi.server.channel import Reader, ServerChannel
 from hpcsync.mpi.server.session import LinkedSession
@@ -278,7 +278,7 @@ class WorkerSession(LinkedSession):
         )
         self._computed = 1.0  # share of the batch that is computed when it is pushed
 
-    def _batches(self, asked: Asked) -> Iterator[Any]:
+    def _batches(self, asked: Asked) -> Batches:
         """Return this worker's batches; restore the state of a resumed run first."""
         if self._resumed is not None:  # only now: the script's preparations may use the generators too
             state, self._resumed = self._resumed, None
@@ -297,10 +297,6 @@ class WorkerSession(LinkedSession):
         return self._iterations.shard(
             *asked[:3], lambda: self.stopped, sharded=asked.sharded, accumulate=asked.accumulate
         )
-
-    def _n_batches(self, asked: Asked) -> int:
-        """Return how many batches `_batches` yields."""
-        return self._iterations.n_batches(*asked[:3], sharded=asked.sharded)
 
     def cancelled(self, share: float) -> bool:
         """Return whether server 0 has cancelled the current iteration."""

@@ -72,6 +72,51 @@ def test_epochs_that_the_loop_left_early_are_over_after_a_resume_too():
     assert rest[0] == whole[3] and rest[-2:] == whole[4:]
 
 
+def two_loaders_at_once(iterations: Iterations) -> Iterator[tuple[list[int], list[int]]]:
+    """Train for two epochs with a batch of each of two loaders in a step, of which the second has more batches."""
+    for _ in range(2):
+        for (x,), (y,) in zip(iterations.shard(DATA, 4, 1, never), iterations.shard(DATA, 2, 1, never), strict=False):
+            iterations.end()
+            yield x.tolist(), y.tolist()
+
+
+@pytest.mark.parametrize("format_6", [False, True])
+def test_each_of_several_loaders_resumes_after_its_own_batches(format_6):
+    """The control: checkpoints of before have the sum of their batches only."""
+    iterations = make_iterations()
+    whole, rests = [], []
+    for step in two_loaders_at_once(iterations):
+        whole.append(step)
+        state = iterations.state()
+        if format_6:
+            state["used_by"] = []
+        resumed = make_iterations()
+        resumed.restore(state)
+        rests.append(list(two_loaders_at_once(resumed)))
+    assert len(whole) == 6
+    assert (rests == [whole[n_done:] for n_done in range(1, 7)]) != format_6
+
+
+def test_loaders_have_their_epochs_in_the_order_of_the_calls():
+    iterations = make_iterations()
+    first, second = (iterations.shard(DATA, 4, 1, never) for _ in range(2))
+    assert (len(first), len(second)) == (3, 2)
+    assert samples(second) == expected(range(1, 2)) and samples(first) == expected(range(1))
+
+
+def test_a_checkpoint_of_before_may_be_resumed_twice():
+    """Its sum is divided among the loaders as they skip their batches."""
+    iterations = make_iterations()
+    whole = [x.tolist() for _ in range(3) for (x,) in iterations.shard(DATA, 4, 1, never) if iterations.end()]
+    state = make_iterations().state() | {"used": 4}
+    for n_done in (4, 6):
+        iterations = make_iterations()
+        iterations.restore(state)
+        rest = (x.tolist() for _ in range(3) for (x,) in iterations.shard(DATA, 4, 1, never) if iterations.end())
+        assert [next(rest), next(rest)] == whole[n_done : n_done + 2]
+        state = iterations.state()
+
+
 @pytest.mark.parametrize(("unused", "n_samples", "begin_s"), [(True, 4, 20.0), (False, 8, 10.0)])
 def test_a_batch_with_which_the_loop_was_left_belongs_to_no_step(unused, n_samples, begin_s):
     """As in ``for i, batch in enumerate(loader): if i == 1: break``. The control: its gradient accumulates."""
@@ -361,12 +406,12 @@ def test_a_resumed_worker_continues_with_its_next_batch(make, epochs):
 def test_the_lengths_of_streams_are_part_of_the_state():
     """The control: without them a resumed worker reads its used batches from the wrong training epoch."""
     iterations = make_iterations()
-    whole = list(trained(make_iterations(), streamed(), [1, 1]))
-    list(itertools.islice(trained(iterations, streamed(), [1, 1]), 5))
+    whole = list(trained(make_iterations(), streamed(), [2]))
+    list(itertools.islice(trained(iterations, streamed(), [2]), 5))
     assert iterations.state()["lengths"][0] == 3
     resumed = make_iterations()
     resumed.restore({**iterations.state(), "lengths": {0: 1}})
-    assert list(trained(resumed, streamed(), [1, 1])) != whole[4:]
+    assert list(trained(resumed, streamed(), [2])) != whole[4:]
 
 
 class Processes(Stream):
@@ -429,8 +474,8 @@ def test_the_number_of_batches_is_known_where_workers_compute_with_those_of_othe
     for worker in range(3):
         iterations = separated(worker)
         iterations.skip(skipped)
-        n_batches = iterations.n_batches(DATA, 4, 2)
-        assert n_batches == len([*iterations.shard(DATA, 4, 2, never)])
+        batches = iterations.shard(DATA, 4, 2, never)
+        assert len(batches) == len([*batches])
 
 
 def test_the_number_of_batches_after_an_epoch_that_the_loop_left_early():
@@ -441,8 +486,9 @@ def test_the_number_of_batches_after_an_epoch_that_the_loop_left_early():
     resumed.restore(states[2])
     lengths = []
     for _ in range(3):
-        lengths.append(resumed.n_batches(DATA, 4, 1))
-        assert len([*resumed.shard(DATA, 4, 1, never)]) == lengths[-1]
+        left = resumed.shard(DATA, 4, 1, never)
+        lengths.append(len(left))
+        assert len([*left]) == lengths[-1]
     assert lengths[0] == 0 < lengths[1] < lengths[2]
 
 
