@@ -20,6 +20,9 @@ from hpcsync.training import compressor, loading, update_rules
 from hpcsync.training.optimizers import OptimizerFactory
 from hpcsync.training.script_optimizers import OfShard
 
+# What `loss`, `total / n`, `next(batches)`, `losses[-1]` and `max(losses)` raise after a loop without batches.
+OF_EMPTY_LOOPS = (NameError, ZeroDivisionError, StopIteration, IndexError, ValueError)
+
 
 class LinkedSession(RankSession):
     """Session with a channel, common to servers and workers.
@@ -136,7 +139,7 @@ class FollowerSession(LinkedSession):
         return self._shard.store.kept_pieces()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if self._has_served and isinstance(error, NameError | ZeroDivisionError):
+        if self._has_served and isinstance(error, OF_EMPTY_LOOPS):
             error.add_note(
                 f"hpcsync: rank {self.rank} is a server: sync.shard yields no batch there, so what the loop over it "
                 "assigns or counts is missing after it. Use that on workers only (if sync.worker is not None)."

@@ -37,6 +37,36 @@ def one_process(monkeypatch):
     monkeypatch.setattr(garbage, "freeze", lambda: None)
 
 
+@pytest.mark.parametrize(
+    ("uses", "noted"),
+    [
+        (lambda batches, losses: next(batches), True),
+        (lambda batches, losses: losses[-1], True),
+        (lambda batches, losses: max(losses), True),
+        (lambda batches, losses: batches.nothing, False),
+    ],
+    ids=["next", "last", "largest", "another mistake"],
+)
+def test_what_misses_the_batches_of_an_empty_loop_is_told_that_it_is_on_a_server(tmp_path, uses, noted):
+    def script(comm: Any) -> None:
+        model = torch.nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with hpcsync.connect(model, optimizer, out=tmp_path / "out", comm=comm) as sync:
+            losses, batches = [], sync.shard(torch.ones(8, 3), 4)
+            for x in batches:
+                loss = model(x).mean()
+                loss.backward()
+                sync.step(loss)
+                losses.append(loss.item())
+            if sync.rank == 0:
+                uses(batches, losses)
+
+    with pytest.raises(Exception) as found:
+        run(2, script)
+    notes = "".join(getattr(found.value, "__notes__", []))
+    assert ("hpcsync: rank 0 is a server: sync.shard yields no batch there" in notes) == noted
+
+
 class Net(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
