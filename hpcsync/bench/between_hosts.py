@@ -9,12 +9,13 @@ import contextlib
 import socket
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from mpi4py import MPI
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hpcsync.bench.allreduce import BATCH, WARM_UP, Net, ddp_step, gloo, gloo_all_reduce, leave_mpi, our_step, seconds
@@ -24,6 +25,7 @@ from hpcsync.training.flat_model import FlatModel
 
 NETS = (Net(4, 158, 4), Net(4, 500, 2), Net(4, 1000, 1))  # 0.4, 4 and 16 MB
 MEAN_AIMS = (1.3, 1.15, 1.15)  # of the line
+BACKWARD_SHARE = 0.6  # seconds of a padded backward pass, of those of the line
 SERVER_SIZE = 1_000_000  # parameters
 SERVER_AIM = 1.05
 FIRST, COUNTED = 3, 12  # iterations that warm up, and that count
@@ -113,21 +115,41 @@ def _means(comm: MPI.Intracomm, line: Line, net: Net, aim: float, repetitions: i
         )
         for step in steps:
             seconds(comm, step, WARM_UP)
+        pad_s = BACKWARD_SHARE * line.seconds(moved)
         times = in_turn(
             repetitions,
             lambda: line.seconds(moved),
             *(lambda call=call: seconds(comm, call, net.steps) for call in (*means, *steps)),
+            *(
+                lambda step=step, trained=trained: seconds(comm, _padded(step, trained, pad_s), net.steps)
+                for step, trained in zip(steps, (model.model, peer), strict=True)
+            ),
         )
     in_ms = [[1e3 * value for value in values] for values in times]
     line_ms, ours, by_gloo, mpi = in_ms[:4]
-    what = f"mean of {4e-6 * model.size:.1f} MB"
+    size = f"{4e-6 * model.size:.1f} MB"
+    what, padded = f"mean of {size}", f"training, {size}, backward pass {BACKWARD_SHARE:g} of the line"
     rates = [[comm.size * BATCH / value for value in values] for values in times[4:]]
     return [
         Figure(what, "ms", ours, "the line", line_ms, aim),
         Figure(what, "ms", ours, "gloo", by_gloo, 1.0),
         Figure(what, "ms", ours, "MPI_Allreduce", mpi),
-        Figure(f"training, {4e-6 * model.size:.1f} MB", "samples/s", rates[0], "DDP, gloo", rates[1], 1.0),
+        Figure(f"training, {size}", "samples/s", rates[0], "DDP, gloo", rates[1], 1.0),
+        Figure(padded, "samples/s", rates[2], "DDP, gloo", rates[3], 1.0),
     ]
+
+
+def _padded(step: Callable[[], None], net: nn.Module, pad_s: float) -> Callable[[], None]:
+    """Return a training step of a net whose backward pass takes that much longer, equally in all of its layers."""
+    layers = [layer for layer in net.modules() if isinstance(layer, nn.Linear)]
+
+    def padded() -> None:
+        hooks = [layer.register_full_backward_pre_hook(lambda *_: time.sleep(pad_s / len(layers))) for layer in layers]
+        step()
+        for hook in hooks:
+            hook.remove()
+
+    return padded
 
 
 def _iterations(comm: MPI.Intracomm, line: Line, repetitions: int) -> list[Figure]:

@@ -34,6 +34,15 @@ def gradient_buckets(size: int, step: int) -> list[tuple[int, int]]:
     return [(max(0, end - step), end) for end in range(size, 0, -step)]
 
 
+def default_bucket_bytes(n_bytes: int, *, between_nodes: bool) -> int:
+    """Return the size of the slices of a gradient of `n_bytes` that are summed at a time, unless a job sets it.
+
+    The last slice is summed after the backward pass, so a small one leaves less to wait for. Between nodes a sum costs
+    little more than its bytes. On one node it costs a synchronisation above all.
+    """
+    return min(max(-(-n_bytes // 4), 1_000_000), 8_000_000) if between_nodes else 25_000_000
+
+
 def ring_bytes(n_bytes: int, n_workers: int) -> int:
     """Return the mean number of bytes that each worker sends in a ring all-reduce of `n_bytes` bytes."""
     return 2 * (n_workers - 1) * n_bytes // n_workers

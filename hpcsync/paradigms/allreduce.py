@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from hpcsync.paradigms.options import ParadigmOptions, Positive, all_wait, every
+from hpcsync.paradigms.options import ParadigmOptions, Positive, all_wait, default, every
 from hpcsync.paradigms.papers import Reference, journal
 from hpcsync.paradigms.peer_method import SummedGradients
 
@@ -30,7 +30,7 @@ class AllReduceOptions(ParadigmOptions):
     """
 
     name: Literal["allreduce"] = "allreduce"
-    bucket_mb: Positive = 25.0
+    bucket_mb: Positive | None = default(None, "25 on one node; between nodes a quarter of the gradient, from 1 to 8")
 
     one_model = True
     lead_bound = 0

@@ -300,8 +300,8 @@ class PeerMethod:
         True if models are exchanged with a weight.
     outer
         Learning rate and momentum of the outer SGD towards the mean of `average`; None without that call.
-    bucket_mb
-        Megabytes of the gradient that `sum` adds up at a time.
+    bucket_bytes
+        Bytes of the gradient that `sum` adds up at a time; None if that depends on where the workers are.
     period
         Number of iterations from one exchange to the next.
     evaluated_after
@@ -314,7 +314,7 @@ class PeerMethod:
     one_model = False
     push_sum = False
     outer: tuple[float, float] | None = None
-    bucket_mb = 0.0
+    bucket_bytes: int | None = None
     period = 1
     evaluated_after = False
 
@@ -346,11 +346,14 @@ class SummedGradients(PeerMethod):
 
     Parameters
     ----------
-    transport, bucket_mb
+    transport
         See `PeerMethod`.
+    bucket_mb
+        Megabytes of the gradient that are summed at a time; None if that depends on where the workers are.
     """
 
     one_model = True
 
-    def __init__(self, transport: str, bucket_mb: float) -> None:
-        self.transport, self.bucket_mb = transport, bucket_mb
+    def __init__(self, transport: str, bucket_mb: float | None) -> None:
+        self.transport = transport
+        self.bucket_bytes = None if bucket_mb is None else max(1, int(bucket_mb * 1e6))

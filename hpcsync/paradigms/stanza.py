@@ -66,7 +66,7 @@ class StanzaOptions(ParadigmOptions):
     micro_batches: Count = 1
     fc_share: Part | None = default(None, "by floating-point operations")
     forward_share: Part = default(1 / 3, "1/3")
-    bucket_mb: Positive = 25.0
+    bucket_mb: Positive | None = default(None, "25 on one node; between nodes a quarter of the gradient, from 1 to 8")
 
     contribution = "activation"
     one_model = True

@@ -10,7 +10,13 @@ from typing import Any
 
 from hpcsync.config.job import Job
 from hpcsync.core.device_speed import encode_s
-from hpcsync.core.peer_coordinator import broadcast_bytes, create_batch_division, gradient_buckets, ring_bytes
+from hpcsync.core.peer_coordinator import (
+    broadcast_bytes,
+    create_batch_division,
+    default_bucket_bytes,
+    gradient_buckets,
+    ring_bytes,
+)
 from hpcsync.paradigms.peer_method import PENDING, Agreed, ExchangeResult, StepCounts
 from hpcsync.paradigms.records import ALL_PEERS, StepInfo
 from hpcsync.planning.batch_allocation import Estimate
@@ -92,8 +98,8 @@ class AllReduceSimulation(_SynchronousPeers):
         self._encode_s = encode_s(job, self._links.size_bytes)
         compute = job.cluster.compute if job.cluster.times_from is None else None  # recorded transfers did not overlap
         self._backward_share = 0.0 if compute is None else compute.backward_share
-        bucket_bytes = max(1, int(self._workers[0].machine.method.bucket_mb * 1e6))
-        self._buckets = gradient_buckets(self._links.size_bytes, bucket_bytes)
+        size_bytes, chosen = self._links.size_bytes, self._workers[0].machine.method.bucket_bytes
+        self._buckets = gradient_buckets(size_bytes, chosen or default_bucket_bytes(size_bytes, between_nodes=True))
         compression = compressor.of_job(job, trainable(workload.model))
         self._averages = compression is not None and compression.averages
 

@@ -56,6 +56,8 @@ class MeanVector(ABC):
         Number of ranks.
     absent_s : float
         Total time that this rank has waited for others to arrive at a mean, in seconds.
+    between_nodes : bool
+        Whether the ranks are on several nodes.
     memory : object
         State that this rank keeps between means; a run that is resumed may replace it.
     """
@@ -63,6 +65,7 @@ class MeanVector(ABC):
     vector: torch.Tensor
     n_ranks: int
     absent_s = 0.0
+    between_nodes = False
     memory: Any = None
 
     @property
@@ -179,6 +182,8 @@ class MpiMean(AgreeingMean):
 class RingMean(MpiMean):
     """Mean around a ring of ranks, in private host memory; of a short slice by MPI's all-reduce."""
 
+    between_nodes = True
+
     def mean_of(self, array: np.ndarray, divisor: int) -> None:
         """Form the mean around the ring, or by MPI's all-reduce."""
         if array.nbytes < RING_BYTES:
@@ -195,6 +200,8 @@ class NodesMean(AgreeingMean):
     node
         Communicator of this rank's node; freed with this.
     """
+
+    between_nodes = True
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from mpi4py import MPI
 
-from hpcsync.core.peer_coordinator import gradient_buckets
+from hpcsync.core.peer_coordinator import default_bucket_bytes, gradient_buckets
 from hpcsync.mpi.collectives.allreduce import mean_vector
 from hpcsync.mpi.collectives.compressed_allreduce import compressed_mean
 from hpcsync.mpi.transport import cuda
@@ -23,9 +23,7 @@ from hpcsync.state import Stateful, built, plain
 from hpcsync.training.compressor import Compression
 from hpcsync.training.flat_model import FlatModel, squared_norm
 
-__all__ = ["BUCKET_BYTES", "Agreed", "BucketReducer", "Reduced"]
-
-BUCKET_BYTES = 25_000_000
+__all__ = ["Agreed", "BucketReducer", "Reduced"]
 
 
 class Reduced(NamedTuple):
@@ -68,7 +66,7 @@ class BucketReducer(Stateful):
         Model whose gradient to reduce. Create the reducer before any use of `flat.gradient`, which may move to memory
         that all ranks of the node address.
     bucket_bytes
-        Size of the largest bucket, in bytes; the last one is smaller.
+        Size of the largest bucket, in bytes; the last one is smaller. None: the default.
     at_end_of_backward
         Called at the end of every backward pass that computes gradients, within `backward()`, which propagates its
         exceptions; it may call `finish`.
@@ -101,7 +99,7 @@ class BucketReducer(Stateful):
         self,
         comm: MPI.Intracomm,
         flat: FlatModel,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         at_end_of_backward: Callable[[], None] | None = None,
         overlap: bool = True,
         transport: Transport = HOST,
@@ -117,8 +115,6 @@ class BucketReducer(Stateful):
         self.overlap = overlap
         self.weight = 1.0
         self.reduced = Reduced()
-        step = max(1, bucket_bytes // flat.gradient.itemsize) if compression is None else flat.size
-        self._buckets = gradient_buckets(flat.size, step)
         sizes = torch.tensor([p.numel() for p in flat.parameters])
         self._begins: list[int] = (sizes.cumsum(0) - sizes).tolist()
         self._reset()
@@ -127,8 +123,12 @@ class BucketReducer(Stateful):
         self._stream = cuda.new_stream(flat.gradient.device)  # of the background thread
         if compression is None:
             self._mean = mean_vector(comm, flat.size, flat.gradient.dtype, transport)
+            largest = bucket_bytes or default_bucket_bytes(flat.gradient.nbytes, between_nodes=self._mean.between_nodes)
+            step = -(-largest // flat.gradient.itemsize)
         else:
             self._mean = compressed_mean(comm, flat.size, flat.gradient.dtype, transport, compression)
+            step = flat.size
+        self._buckets = gradient_buckets(flat.size, step)
         flat.move_gradient(self._mean.vector)
         self._hooks = [self._hooked(index, parameter) for index, parameter in enumerate(flat.parameters)]
         self._closed = False

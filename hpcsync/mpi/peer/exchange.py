@@ -232,7 +232,7 @@ class Summing(Exchange):
         super().__init__(setup)
         job, flat = setup.job, setup.flat
         self._reducer = BucketReducer(
-            comm, flat, max(1, int(setup.method.bucket_mb * 1e6)),
+            comm, flat, setup.method.bucket_bytes,
             setup.at_end_of_backward, overlap=False, transport=setup.link.transport,
             compression=compressor.of_job(job, flat.parameters, flat.weights.dtype),
             measures=self._measures and not job.paradigm.separates_layers,

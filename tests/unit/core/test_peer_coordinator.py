@@ -10,6 +10,7 @@ from hpcsync.core.peer_coordinator import (
     Lockstep,
     PeerCoordinator,
     create_batch_division,
+    default_bucket_bytes,
     gradient_buckets,
 )
 from hpcsync.core.peer_machine import create_method
@@ -155,6 +156,18 @@ def test_other_ends():
 )
 def test_buckets_cover_the_gradient_from_its_end(size, step, buckets):
     assert gradient_buckets(size, step) == buckets
+
+
+@pytest.mark.parametrize(
+    ("mb", "buckets"), [(0.4, 1), (1.0, 1), (1.5, 2), (4.0, 4), (4.000_001, 4), (16.0, 4), (32.0, 4), (100.0, 13)]
+)
+def test_there_are_at_least_four_buckets_between_nodes_unless_they_are_small(mb, buckets):
+    n_bytes = round(mb * 1e6)
+    found = gradient_buckets(n_bytes, default_bucket_bytes(n_bytes, between_nodes=True))
+    assert len(found) == buckets
+    assert len(gradient_buckets(n_bytes, default_bucket_bytes(n_bytes, between_nodes=False))) == -(
+        -n_bytes // 25_000_000
+    )
 
 
 # ---- synchronous workers ----

@@ -529,6 +529,18 @@ def test_all_reduce_overlaps_with_the_backward_pass_bucket_by_bucket(seconds, sh
     assert found == pytest.approx(np.array([expected] * 4), rel=1e-9)
 
 
+def test_buckets_are_by_default_those_between_nodes():
+    compute = {"model": "constant", "seconds": 0.02, "backward_share": 1.0}
+    network = {"bandwidth_gbit": 10.0, "latency_us": 10.0}
+    workload = {"name": "timing", "parameters": 6_000_000, "batch_size": 1}  # 24 MB
+    found = [
+        ends(ALLREDUCE | options, 4, workload=workload, cluster={"compute": compute, "network": network})
+        for options in ({}, {"bucket_mb": 6.0}, {"bucket_mb": 25.0})
+    ]
+    assert np.array_equal(found[0], found[1])
+    assert (found[0] < found[2]).all(), "one bucket, which begins after the backward pass"
+
+
 @pytest.mark.parametrize(("share", "waited_s"), [(1.0, 0.0), (0.1, 0.0022)])
 def test_a_worker_does_not_wait_for_others_while_a_bucket_is_under_way(share, waited_s):
     """The first worker ends at 20 ms; the second completes its first bucket at 6 or 22.2 ms, and each takes 10 ms."""
