@@ -354,9 +354,8 @@ def launch(
     output : file, optional
         File for the output of the ranks; the command line is then not printed.
     suspends : bool
-        If True, rank 0 ends the run in order on SIGTERM. The first SIGTERM is then only forwarded to it, if it is on
-        this node and listens (`signals.tell_listening`). Before it listens the ranks have nothing to save, and are
-        ended after `STARTING_GRACE_S` instead of `grace_s`; they are also ended soon after one of them has ended.
+        If True, the program is a run. Before its rank 0 listens the ranks have nothing to save, and are ended after
+        `STARTING_GRACE_S` instead of `grace_s`; they are also ended soon after one of them has ended.
     tolerant : bool
         If True, ranks continue when another one dies.
     given : mapping, optional
@@ -379,8 +378,10 @@ def launch(
     Notes
     -----
     On SIGINT, SIGTERM and SIGHUP, and at the time limit, the launcher is asked to end its ranks; leftover processes are
-    killed after `grace_s`. If this process is killed itself, the kernel ends the launcher, and a guard removes what is
-    left a while later. SIGUSR1 is forwarded. Redundant notices of the launcher are dropped (see `launch_output`).
+    killed after `grace_s`. The first SIGTERM is only forwarded to rank 0 if that is on this node and listens
+    (`signals.tell_listening`): it ends the run in order. If this process is killed itself, the kernel ends the
+    launcher, and a guard removes what is left a while later. SIGUSR1 is forwarded. Redundant notices of the launcher
+    are dropped (see `launch_output`).
 
     A rank may launch ranks too, in its main thread: they are a world of their own on its node, and end with it.
     """
@@ -418,7 +419,7 @@ def launch(
             written.forward(process.stdout, process.stderr)
         lost = _lost_at_start(mark, listening) if suspends else lambda: False
         hung = _hung(process.pid, mark) if tolerant else lambda: False
-        timed_out = _wait(process, signums, timeout_s, _passing_on(process, mark, suspends, listening), lost, hung)
+        timed_out = _wait(process, signums, timeout_s, _passing_on(process, mark, listening), lost, hung)
         stopped = process.returncode is None
         if stopped:
             _stop(process, STARTING_GRACE_S if suspends and not listening.exists() else grace_s)
@@ -460,9 +461,9 @@ def _terminal() -> dict[str, str]:
     return {TERMINAL: str(shutil.get_terminal_size().columns)} if sys.stdout.isatty() else {}
 
 
-def _passing_on(process: subprocess.Popen[bytes], mark: str, suspends: bool, listening: Path) -> Callable[[int], bool]:
+def _passing_on(process: subprocess.Popen[bytes], mark: str, listening: Path) -> Callable[[int], bool]:
     """Return a function that forwards a signal to the ranks, and returns True if nothing else is to be done."""
-    suspended = not suspends
+    suspended = False
 
     def pass_on(signum: int) -> bool:
         nonlocal suspended
@@ -472,12 +473,21 @@ def _passing_on(process: subprocess.Popen[bytes], mark: str, suspends: bool, lis
         if signum != signal.SIGTERM or suspended or not (told := {listener.pid for listener in listeners(listening)}):
             return False
         suspended = True
-        for pid in (pids := [pid for pid, rank in _ranks(mark).items() if rank == 0 and pid in told]):
+        pids = [pid for pid, rank in _ranks(mark).items() if rank == 0 and pid in told and _catches(pid, signum)]
+        for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signum)
         return bool(pids)
 
     return pass_on
+
+
+def _catches(pid: int, signum: int) -> bool:
+    """Return True if a process has a handler of a signal, as rank 0 has while its run is under way."""
+    with contextlib.suppress(OSError):
+        caught = re.search(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+        return caught is not None and int(caught[1], 16) >> signum - 1 & 1 == 1
+    return False
 
 
 def _wait(

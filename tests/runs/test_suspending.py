@@ -46,3 +46,30 @@ def test_what_was_interrupted_goes_on_as_if_it_had_not_been(tmp_path: Path) -> N
     assert simulate(load_job(job), tmp_path / "simulated", Console(quiet=True)) == 0
     weights = [(folder / "weights.safetensors").read_bytes() for folder in (out, tmp_path / "simulated")]
     assert weights[0] == weights[1]
+
+
+SCRIPT = """
+import time, torch, hpcsync
+torch.manual_seed(0)
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+with hpcsync.connect(model, optimizer, out="out", resume=True) as sync:
+    for x in sync.shard(torch.ones(1200, 3), batch_size=2):
+        time.sleep(0.01)
+        optimizer.zero_grad()
+        model(x).mean().backward()
+        sync.step()
+"""
+
+
+def test_a_launched_script_that_is_told_to_end_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    line = hpcsync("launch", "-n", "3", "--", "python", "train.py")
+    with started(line, cwd=tmp_path) as program:
+        program.wait_for(lambda said: " samples/s" in said.out)
+        program.process.send_signal(signal.SIGTERM)
+        assert program.status == TO_BE_RESUMED, program.err
+    assert program.err == 'hpcsync: interrupted; use connect(..., out="out", resume=True) to resume from checkpoint 1\n'
+    assert (resumed := ended(line, cwd=tmp_path)).status == 0, resumed.err
+    trace = load(tmp_path / "out" / "trace.h5")
+    assert (len(trace.tables["starts"]), len(trace.tables["updates"])) == (2, 300)

@@ -343,30 +343,38 @@ for signum in (signal.SIGTERM, signal.SIGUSR1):
     signal.signal(signum, note)
 if os.environ["listens"] == "True":
     tell_listening(pathlib.Path("o"))
+if rank == os.environ["over"]:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 pathlib.Path(f"ready-{rank}").touch()
 while not os.path.exists("over"):
     time.sleep(0.01)
 sys.exit(75 if rank == "0" else 0)
 """
-FRONT = "import sys; from hpcsync.system.launcher import launch; print(launch(2, sys.argv[1:], suspends={suspends}))"
+FRONT = "import sys; from hpcsync.system.launcher import launch; print(launch(2, sys.argv[1:]))"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks are found on Linux only")
-@pytest.mark.parametrize(("suspends", "listens"), [(True, True), (True, False), (False, True)])
-def test_sigterm_goes_to_rank_0_alone_once_it_listens(
-    mpiexec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suspends: bool, listens: bool
+@pytest.mark.parametrize(("listens", "over"), [(True, False), (False, False), (True, True)])
+def test_sigterm_goes_to_rank_0_alone_while_it_listens(
+    mpiexec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listens: bool, over: bool
 ) -> None:
+    """When its run is over it has no handler any more, and all are ended."""
     monkeypatch.chdir(tmp_path)
-    line = [sys.executable, "-c", FRONT.format(suspends=suspends), "python", "-c", RANK]
-    environ = {**os.environ, "PYTHONPATH": str(Path(launcher.__file__).parents[2]), "listens": str(listens)}
+    line = [sys.executable, "-c", FRONT, "python", "-c", RANK]
+    environ = {
+        **os.environ,
+        "PYTHONPATH": str(Path(launcher.__file__).parents[2]),
+        "listens": str(listens),
+        "over": "0" if over else "",
+    }
     front = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=environ)
     while len(list(tmp_path.glob("ready-*"))) < 2:
         time.sleep(0.02)
     front.send_signal(signal.SIGTERM)
     out, _ = front.communicate(timeout=200)
     told = sorted(path.name for path in tmp_path.glob("15-*"))
-    assert told == (["15-0"] if suspends and listens else ["15-0", "15-1"])
-    assert "Ended(status=75, signum=15, timed_out=False, runs=" in out
+    assert told == (["15-1"] if over else ["15-0"] if listens else ["15-0", "15-1"])
+    assert ("Ended(status=75, signum=15, timed_out=False, runs=" in out) != over
     assert (f"PosixPath('{tmp_path}/o')" in out) == listens
 
 
