@@ -17,8 +17,6 @@ def _one_thread():
 
 @pytest.fixture(autouse=True, scope="session")
 def _garbage_is_collected_seldom():
-    """A collection visits all that was imported: together they were a twelfth of the time of these tests."""
-    gc.freeze()
     gc.set_threshold(5_000, 20, 20)
 
 
