@@ -1,4 +1,7 @@
-"""Benchmarks that need ranks, at sizes that take no time. Speeds are not asserted."""
+"""Benchmarks that need ranks, at sizes that take no time. Speeds are not asserted.
+
+Those beside DistributedDataParallel run on three ranks only: it loads torch's compiler, for two seconds on every rank.
+"""
 
 from __future__ import annotations
 
@@ -63,9 +66,9 @@ def test_latency(comm, needs, transport):
     assert positive(figures)
 
 
-def test_training(comm, needs, monkeypatch):
+def test_training(comm, only, monkeypatch):
     """Two workers train, with a server where the paradigm has one."""
-    needs(3)
+    only(3)
     monkeypatch.setattr(gpu_training, "STEPS", 1)
     monkeypatch.setattr(gpu_training, "WARM_UP", 1)
     figures = gpu_training.measure(comm, repetitions=2)
@@ -74,16 +77,18 @@ def test_training(comm, needs, monkeypatch):
     assert positive([figure for figure in figures if figure.unit == "ms"])
 
 
-def test_allreduce(comm):
+def test_allreduce(comm, only):
     """Some ranks train and the others wait for them."""
+    only(3)
     ranks = tuple(range(1, comm.size + 1))
     figures = allreduce.measure(comm, ranks, nets=(allreduce.Net(2, 3, 2),), repetitions=2)
     assert len(figures) == (3 * comm.size - 2 if comm.rank == 0 else 0)
     assert positive(figures)
 
 
-def test_allreduce_trains_as_its_peer_does(comm):
+def test_allreduce_trains_as_its_peer_does(comm, only):
     """Otherwise their times would not be comparable."""
+    only(3)
     net = allreduce.Net(2, 3, 1)
     flat, peer = FlatModel(net.build()), net.build()
     batch = torch.ones(2, 3) * (comm.rank + 1)
