@@ -99,7 +99,7 @@ DEATHS = {
     ),
     "a worker is killed": (
         Death("dssp", "hpcsync run", killed(2), {"failed"}),
-        Death("bsp", "mpiexec", killed(2), {"failed", "interrupted", "running"}),
+        Death("bsp", "mpiexec", killed(1), {"failed", "interrupted", "running"}, n_ranks=2),
     ),
     "server 0 is killed": (
         Death("bsp", "hpcsync run", killed(0), {"failed"}),

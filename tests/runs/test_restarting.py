@@ -62,7 +62,7 @@ def checked(folder: Path) -> Trace:
 
 @pytest.mark.parametrize("paradigm", ["bsp", pytest.param("allreduce", marks=pytest.mark.once)])
 def test_a_run_of_which_a_rank_is_killed_starts_again(tmp_path: Path, paradigm: str) -> None:
-    write(tmp_path, paradigm, workers=2)
+    write(tmp_path, paradigm, workers=1 if paradigm == "bsp" else 2)
     with started(hpcsync("run", "job.toml", "--out", "out"), tmp_path) as run:
         run.wait_for(lambda _: (tmp_path / "out" / "checkpoints" / "1").exists())
         with started(hpcsync("watch", "out", "--json"), tmp_path) as watch:
@@ -71,8 +71,7 @@ def test_a_run_of_which_a_rank_is_killed_starts_again(tmp_path: Path, paradigm: 
             assert run.status == 0, run.err
             assert watch.status == 0, watch.err
             assert json.loads(watch.out.splitlines()[-1])["status"] == "finished"
-    n = 3 if paradigm == "bsp" else 2
-    assert run.err.count(f"hpcsync: restarting {n} of {n} ranks\n") == 1
+    assert run.err.count("hpcsync: restarting 2 of 2 ranks\n") == 1
     assert "use --resume" not in run.err
     trace = checked(tmp_path)
     assert len(trace.tables["starts"]) == 2
