@@ -28,7 +28,7 @@ JOB = """
 name = "watched"
 workload = {name = "linear", batch_size = 4, features = 20, samples = 400}
 optimizer = {name = "sgd", lr = 0.01}
-stop = {seconds = 5}
+stop = {seconds = 2}
 evaluation = {every_samples = 400}
 paradigm = {name = "ssp", staleness = 2}
 cluster = {workers = 2, compute = {model = "lognormal", seconds = [0.01, 0.03]}}
@@ -72,7 +72,7 @@ def test_a_run_on_a_terminal_shows_its_status(job: Path, tmp_path: Path) -> None
     assert "starting 3 ranks" in text
     assert re.search(r"worker +state +iteration +lead +staleness +compute +wait +comm", text)
     assert re.search(r"0 +(waiting|computing|reading|pushing) ", text)
-    assert re.search(r"time +5\.\d+ s", text)  # the summary
+    assert re.search(r"time +2\.\d+ s", text)  # the summary
     assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l"), "the cursor is shown again"
 
 
