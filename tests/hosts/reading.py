@@ -1,7 +1,8 @@
 """One rank of a pair that gossips: python -m mpi4py reading.py OUT.json KIND...
 
 With each kind of progression, rank 1 publishes 4 MB and computes for two seconds without an MPI call, except those of
-the progression. Rank 0 reads meanwhile, and sends as much; it leaves what it has seen in OUT.json.
+the progression. Rank 0 reads meanwhile, and sends as much; it leaves what it has seen in OUT.json. At the end there is
+a thread that nobody stops.
 """
 
 from __future__ import annotations
@@ -81,6 +82,7 @@ def main(out: str, *kinds: str) -> None:
     seen = {kind: with_help(comm, kind) for kind in kinds}
     if comm.rank == 0:
         Path(out).write_text(json.dumps(seen))
+    choose(comm, "thread")
 
 
 main(*sys.argv[1:])

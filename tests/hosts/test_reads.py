@@ -22,23 +22,23 @@ HOSTS = 4
 pytestmark = pytest.mark.hosts
 
 
-def run(hosts: Hosts, folder: Path, *program: str, **more: str) -> subprocess.CompletedProcess[str]:
-    """A rank of this program on each host."""
-    line = [*hosts.mpiexec([1, 2, 3, 4]), "-n", "4", sys.executable, "-m", "mpi4py", *program]
+def run(hosts: Hosts, n: int, folder: Path, *program: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """A rank of this program on each of the first n hosts."""
+    line = [*hosts.mpiexec(range(1, n + 1)), "-n", str(n), sys.executable, "-m", "mpi4py", *program]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "MPIEXEC": shlex.join(line), **more}
     result = hosts.run(line, cwd=folder, environ=launcher.environment(environ), timeout_s=120)
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
     return result
 
 
-def counted(hosts: Hosts, folder: Path, *numbers: int, **more: str) -> list[tuple[float, float]]:
-    """Bytes that a worker receives and sends in an iteration, over the model's, with each number of servers."""
+def counted(hosts: Hosts, n: int, folder: Path, *numbers: int, **more: str) -> list[tuple[float, float]]:
+    """Bytes that a worker receives and sends in an iteration, over the model's, for each number of servers."""
     out, moved = folder / "counted.json", []
-    run(hosts, folder, str(Path(__file__).with_name("counted.py")), str(out), *map(str, numbers), **more)
+    run(hosts, n, folder, str(Path(__file__).with_name("counted.py")), str(out), *map(str, numbers), **more)
     for servers, found in zip(numbers, json.loads(out.read_text()), strict=True):
-        assert [wrong for wrong, _ in found] == [0] * 4, "weights that no update made"
+        assert [wrong for wrong, _ in found] == [0] * n, "weights that no update made"
         sums = (sum(each) for each in zip(*(of for _, of in found if of), strict=True))
-        received, sent, took_s = (total / (4 - servers) for total in sums)
+        received, sent, took_s = (total / (n - servers) for total in sums)
         print(f"{servers} servers: received {received:.3f}, sent {sent:.3f} of the model, in {took_s * 1e3:.1f} ms")
         moved.append((received, sent))
     return moved
@@ -50,7 +50,7 @@ def is_open_mpi() -> bool:
 
 
 def test_an_iteration_moves_its_gradients_and_weights_once(hosts: Hosts, tmp_path: Path) -> None:
-    for received, sent in counted(hosts, tmp_path, 1, 2):
+    for received, sent in counted(hosts, HOSTS, tmp_path, 1, 2):
         assert 1.0 <= received < 1.05 and 1.0 <= sent < 1.05
 
 
@@ -58,7 +58,7 @@ def test_with_the_flags_of_open_mpi_a_read_sends_its_data_both_ways(hosts: Hosts
     """The negative control of the test above; what the user sets is kept."""
     if not is_open_mpi():
         pytest.skip("Open MPI only")
-    [(received, sent)] = counted(hosts, tmp_path, 1, OMPI_MCA_btl_tcp_flags=DEFAULT_FLAGS)
+    [(received, sent)] = counted(hosts, 2, tmp_path, 1, OMPI_MCA_btl_tcp_flags=DEFAULT_FLAGS)
     assert received < 1.05 and sent > 1.5
 
 
@@ -66,5 +66,5 @@ def test_no_read_is_torn_or_stale_and_no_push_is_lost(hosts: Hosts, tmp_path: Pa
     """The tests of a node, with their negative controls, under updates, publications and pushes without pause."""
     folder = ROOT / "tests" / "mpi" / "transport"
     files = [folder / f"test_{what}.py" for what in ("torn_reads", "published_replica", "push_inbox")]
-    result = run(hosts, tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "host", *map(str, files))
+    result = run(hosts, HOSTS, tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "host", *map(str, files))
     print(result.stdout[-200:])

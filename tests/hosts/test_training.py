@@ -129,7 +129,8 @@ def test_hpcsync_run_works_between_hosts_and_loses_nothing(hosts: Hosts, tmp_pat
 
 @pytest.mark.once
 def test_a_server_and_a_worker_on_every_host(hosts: Hosts, tmp_path: Path) -> None:
-    """The same bits as with all ranks on one host; and a launcher that starts one rank a host is refused."""
+    """The same bits as with all ranks on one host. A launcher that starts one rank a host is refused: see
+    tests/unit/mpi/transport/test_node_topology.py."""
     job = tmp_path / "job.toml"
     job.write_text(LINEAR.format(paradigm="bsp").replace("workers = 2", "workers = 2, servers = 2, colocated = true"))
     program = [sys.executable, "-m", "hpcsync", "run", str(job), "--out"]
@@ -137,10 +138,6 @@ def test_a_server_and_a_worker_on_every_host(hosts: Hosts, tmp_path: Path) -> No
     assert hosts_of(trace_of(tmp_path / "shared")) == ["n1", "n2", "n1", "n2"]
     weights = (tmp_path / "shared" / "weights.safetensors").read_bytes()
     assert weights == weights_on_one_host(job, tmp_path / "together")
-    line = [*program, "apart", "--set", "cluster.servers=1", "--set", "cluster.workers=1"]
-    refused = hosts.run(line, cwd=tmp_path, environ=environ(MPIEXEC=shlex.join(hosts.mpiexec([1, 2]))))
-    assert refused.returncode == 2
-    assert "cluster.colocated = true: nodes must have two ranks" in refused.stderr
 
 
 def test_a_peer_that_computes_is_read_meanwhile(hosts: Hosts, tmp_path: Path) -> None:
