@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pyarrow as pa
 from pyarrow import parquet
@@ -40,7 +41,7 @@ def schema(trace: TraceFile, table: str) -> pa.Schema:
     """Return the columns of a table of this trace with their types, descriptions and units."""
     none = trace.read(table, 0, 0)
     declared = {column.name: column for column in SCHEMA[table].columns}
-    stored = trace.stored[table].dataset.attrs  # the inputs of controllers are declared there only
+    stored = h5py.AttributeManager(trace.stored[table])  # the inputs of controllers are declared there only
     fields = []
     for name in none.dtype.names or ():
         about = {

@@ -158,7 +158,7 @@ def test_a_trace_in_memory_is_one_slice(path):
 def test_damage_of_a_slice_is_reported_in_one_line(path):
     with reader.opened(path) as trace:
         trace.stored["grants"] = trace.stored["grants"]._replace(n_rows=3)
-        trace.stored["grants"].dataset.file.close()
+        h5py.Dataset(trace.stored["grants"].id).file.close()
         with pytest.raises(TraceError, match="trace.h5: a damaged trace: "):
             list(trace.slices("grants"))
 
