@@ -11,13 +11,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from hpcsync.mpi.rank0 import run_recorder
 from hpcsync.mpi.transport.thread_ranks import run
 from hpcsync.system import garbage
 from tests.conftest import is_its_turn, runs_everywhere
 from tests.mpi.conftest import needs, only, through, transport  # noqa: F401
 
 SIZES = (1, 2, 3, 5, 8)
+PRINTING = 3
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -50,9 +53,14 @@ def n_ranks(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture
-def comm(n_ranks: int, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What other fixtures may know of the communicator that each rank gets."""
+def comm(n_ranks: int, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
+    """What other fixtures may know of the communicator that each rank gets.
+
+    Where a test does not read what runs print, they print their tables at one number of ranks only.
+    """
     monkeypatch.setattr(garbage, "freeze", lambda: None)  # one process is not at an end after a run
+    if n_ranks != PRINTING and not {"capsys", "capfd"} & {*request.fixturenames}:
+        monkeypatch.setattr(run_recorder, "console", lambda: Console(quiet=True))
     return SimpleNamespace(size=n_ranks)
 
 
