@@ -109,7 +109,7 @@ class Iterations(Stateful):
     ) -> Batches:
         """Return the batches of the next training epochs, until `stopped` or the worker leaves.
 
-        Loaders have their training epochs in the order of the calls, whichever is read first.
+        Loaders have their training epochs in the order in which they are first read; one that is not read has none.
 
         Parameters
         ----------
@@ -134,21 +134,19 @@ class Iterations(Stateful):
         """
         if accumulate > 1 and self._allocated is not None:
             raise JobError(f"accumulate = {accumulate}: must be 1 where batches are allocated: a step has one")
-        number, first = self._n_loaders, self._training_epochs
+        number = self._n_loaders
         self._n_loaders += 1
         self._used_by += [0] * (self._n_loaders - len(self._used_by))
-        self._training_epochs += epochs or 0
-        epoch_range = range(first, sys.maxsize if epochs is None else first + epochs)
         return Batches(
-            self._read(data, batch_size, epoch_range, number, stopped, sharded=sharded),
-            lambda: self._n_batches(data, batch_size, epoch_range, number, sharded=sharded),
+            self._read(data, batch_size, epochs, number, stopped, sharded=sharded),
+            lambda: self._n_batches(data, batch_size, epochs, number, sharded=sharded),
         )
 
     def _read(
         self,
         data: Any,
         batch_size: int | None,
-        epochs: range,
+        epochs: int | None,
         number: int,
         stopped: Callable[[], bool],
         *,
@@ -163,6 +161,8 @@ class Iterations(Stateful):
         """
         if self.under_way and not self.in_loop and self._unused():  # the loop before was left with its last batch
             self._discard()
+        epoch_range = self._next_epochs(epochs)
+        self._training_epochs += epochs or 0
         batches = self.source(data, batch_size, sharded)
         if batches is None:
             unit = batch_size or 0
@@ -170,7 +170,7 @@ class Iterations(Stateful):
         else:
             # Items of a data set that are whole batches are drawn one by one, but are not one sample each.
             unit = 0 if isinstance(data, DataLoader) and data.batch_sampler is None else batches.batch_size
-            own = (self._batches_in_step if self._in_step else self._batches)(data, batches, epochs, number)
+            own = (self._batches_in_step if self._in_step else self._batches)(data, batches, epoch_range, number)
         while not stopped():
             begin_s = self._now()
             if self._begin_s is None and self._device.leaves(begin_s):
@@ -199,7 +199,11 @@ class Iterations(Stateful):
             finally:
                 self.in_loop = False
 
-    def _n_batches(self, data: Any, batch_size: int | None, epochs: range, number: int, *, sharded: bool) -> int:
+    def _next_epochs(self, epochs: int | None) -> range:
+        first = self._training_epochs
+        return range(first, sys.maxsize if epochs is None else first + epochs)
+
+    def _n_batches(self, data: Any, batch_size: int | None, epochs: int | None, number: int, *, sharded: bool) -> int:
         """Return how many batches `_read` yields, before the first one and if the run does not end before.
 
         Raises
@@ -209,16 +213,16 @@ class Iterations(Stateful):
         JobError
             If the data cannot be used.
         """
-        if epochs.stop == sys.maxsize or data is None:
+        if epochs is None or data is None:
             raise TypeError("len: epochs = None, or no data, has no end but that of the run")
         if self._allocated is not None:
             raise TypeError("len: batches are allocated: how many this worker gets depends on the speeds of all")
         batches = self.source(data, batch_size, sharded)
         if self._in_step:
             assert isinstance(batches, Ordered)
-            return max(0, self._n_in_step(batches, len(epochs))[0] - self._to_skip(number))
+            return max(0, self._n_in_step(batches, epochs)[0] - self._to_skip(number))
         found, skip = 0, self._to_skip(number)
-        for epoch in epochs:
+        for epoch in self._next_epochs(epochs):
             if batches is None or (length := batches.length(epoch)) is None:
                 raise TypeError("len: only reading tells how many batches these data have")
             known = self._lengths.get(epoch, length)

@@ -97,11 +97,13 @@ def test_each_of_several_loaders_resumes_after_its_own_batches(format_6):
     assert (rests == [whole[n_done:] for n_done in range(1, 7)]) != format_6
 
 
-def test_loaders_have_their_epochs_in_the_order_of_the_calls():
+def test_a_loader_of_which_only_the_length_is_asked_has_no_epoch():
+    """As for a scheduler: ``total_steps=len(sync.shard(data, batch_size, 1))``. The control: one that is read has."""
     iterations = make_iterations()
-    first, second = (iterations.shard(DATA, 4, 1, never) for _ in range(2))
-    assert (len(first), len(second)) == (3, 2)
-    assert samples(second) == expected(range(1, 2)) and samples(first) == expected(range(1))
+    asked, first, second = (iterations.shard(DATA, 4, 1, never) for _ in range(3))
+    assert len(asked) == 3
+    assert samples(second) == expected(range(1))
+    assert samples(first) == expected(range(1, 2))
 
 
 def test_a_checkpoint_of_before_may_be_resumed_twice():
