@@ -58,7 +58,14 @@ class Iterations(Stateful):
         Seconds of computation, and of waiting for its batches, of the iteration that has ended.
     """
 
-    state_types = {"_used": int, "_used_by": list[int], "_lengths": dict[int, int], "_device": Device}
+    state_types = {
+        "_used": int,
+        "_used_by": list[int],
+        "_training_epochs": int,
+        "_first_by": list[int],
+        "_lengths": dict[int, int],
+        "_device": Device,
+    }
 
     def __init__(
         self,
@@ -85,6 +92,7 @@ class Iterations(Stateful):
         self._drawn: list[int] = []  # numbers of the loaders of which the iteration under way has a batch each
         self._used = 0  # batches of the iterations that have ended
         self._used_by: list[int] = []  # those of each loader, in the order of the calls of `shard`
+        self._first_by: list[int] = []  # first training epoch of each loader; -1: it has not been read
         self._n_loaders = 0  # loaders of this start of the run
         self._skip_by: list[int] = []  # next batches of each loader to skip, trained on before the run was resumed
         self._skip = 0  # those of the loaders after these, of which only the sum is known
@@ -136,7 +144,8 @@ class Iterations(Stateful):
             raise JobError(f"accumulate = {accumulate}: must be 1 where batches are allocated: a step has one")
         number = self._n_loaders
         self._n_loaders += 1
-        self._used_by += [0] * (self._n_loaders - len(self._used_by))
+        for values, value in ((self._used_by, 0), (self._first_by, -1)):
+            values += [value] * (self._n_loaders - len(values))  # those of a state may be more
         return Batches(
             self._read(data, batch_size, epochs, number, stopped, sharded=sharded),
             lambda: self._n_batches(data, batch_size, epochs, number, sharded=sharded),
@@ -161,8 +170,10 @@ class Iterations(Stateful):
         """
         if self.under_way and not self.in_loop and self._unused():  # the loop before was left with its last batch
             self._discard()
-        epoch_range = self._next_epochs(epochs)
-        self._training_epochs += epochs or 0
+        epoch_range = self._epochs_of(number, epochs)
+        if self._first_by[number] < 0:
+            self._first_by[number] = self._training_epochs
+            self._training_epochs += epochs or 0
         batches = self.source(data, batch_size, sharded)
         if batches is None:
             unit = batch_size or 0
@@ -199,8 +210,9 @@ class Iterations(Stateful):
             finally:
                 self.in_loop = False
 
-    def _next_epochs(self, epochs: int | None) -> range:
-        first = self._training_epochs
+    def _epochs_of(self, number: int, epochs: int | None) -> range:
+        """Return the training epochs of a loader: if it has not been read, those after all that were."""
+        first = self._training_epochs if self._first_by[number] < 0 else self._first_by[number]
         return range(first, sys.maxsize if epochs is None else first + epochs)
 
     def _n_batches(self, data: Any, batch_size: int | None, epochs: int | None, number: int, *, sharded: bool) -> int:
@@ -222,7 +234,7 @@ class Iterations(Stateful):
             assert isinstance(batches, Ordered)
             return max(0, self._n_in_step(batches, epochs)[0] - self._to_skip(number))
         found, skip = 0, self._to_skip(number)
-        for epoch in self._next_epochs(epochs):
+        for epoch in self._epochs_of(number, epochs):
             if batches is None or (length := batches.length(epoch)) is None:
                 raise TypeError("len: only reading tells how many batches these data have")
             known = self._lengths.get(epoch, length)

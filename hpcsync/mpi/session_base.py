@@ -314,7 +314,8 @@ class RankSession(Session):
         }
 
     def _restore_training(self, state: Mapping[str, Any]) -> None:
-        self._iterations.restore({"used_by": [], **state["iterations"]})  # up to checkpoint format 6 there is none
+        before_format_7 = {"used_by": [], "first_by": [], "training_epochs": 0}
+        self._iterations.restore(before_format_7 | state["iterations"])
         rng_state.restore(state["generators"], self.flat.weights.device)
         restore_arrays(dict(self._model.named_buffers()), state["buffers"])
 

@@ -215,7 +215,7 @@ class Stream:
 
 
 def play_iterations(it: Any, dice: random.Random, steps: int) -> list[Any]:
-    it.loop = getattr(it, "loop", None) or it.shard(range(50), 4, None, lambda: False)
+    it.loop = getattr(it, "loop", None) or it.shard(range(50), 4, 1_000, lambda: False)
     return play_loop(it, steps)
 
 
@@ -554,7 +554,6 @@ PASSING |= {
     "_skip",
     "_skip_by",
     "_n_loaders",
-    "_training_epochs",
     "_in_parts",
     "_now",
 }

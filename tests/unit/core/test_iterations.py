@@ -89,7 +89,7 @@ def test_each_of_several_loaders_resumes_after_its_own_batches(format_6):
         whole.append(step)
         state = iterations.state()
         if format_6:
-            state["used_by"] = []
+            state |= {"used_by": [], "first_by": [], "training_epochs": 0}
         resumed = make_iterations()
         resumed.restore(state)
         rests.append(list(two_loaders_at_once(resumed)))
