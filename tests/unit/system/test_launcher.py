@@ -438,8 +438,8 @@ def start(n: int, *argv: str) -> subprocess.Popen[bytes]:
 def sleepers(seconds: str) -> list[psutil.Process]:
     return [
         process
-        for process in psutil.process_iter(["cmdline"])
-        if process.info["cmdline"] == ["sleep", seconds] and process.status() != psutil.STATUS_ZOMBIE
+        for process in psutil.process_iter(["cmdline", "status"])  # leaves out those that end meanwhile
+        if process.info["cmdline"] == ["sleep", seconds] and process.info["status"] != psutil.STATUS_ZOMBIE
     ]
 
 
