@@ -588,10 +588,10 @@ def test_a_launch_kills_leftover_processes_of_inner_launches(mpiexec: Path) -> N
         "import os, signal; from hpcsync.system import launcher; from pathlib import Path\n"
         "path = Path(os.environ['MPIEXEC']).with_name('deserter')\n"
         "path.write_text('#!/bin/sh\\nshift 2\\nsetsid \"$@\" &\\nkill -9 $PPID\\n'); path.chmod(0o755)\n"
-        "os.environ['MPIEXEC'] = str(path); launcher.launch(1, ['sleep', '4327'])"
+        "os.environ['MPIEXEC'] = str(path); launcher.launch(1, ['sleep', '4331'])"
     )
     assert launcher.launch(1, ["python", "-c", code]).status == 9
-    assert not sleepers("4327")
+    assert not sleepers("4331")
 
 
 @pytest.mark.parametrize(
