@@ -25,7 +25,7 @@ from hpcsync.training.flat_model import FlatModel
 
 NETS = (Net(4, 158, 4), Net(4, 500, 2), Net(4, 1000, 1))  # 0.4, 4 and 16 MB
 MEAN_AIMS = (1.3, 1.15, 1.15)  # of the line
-BACKWARD_SHARE = 0.6  # seconds of a padded backward pass, of those of the line
+BACKWARD_SHARE = 0.6  # padding of a backward pass, as a share of the line's seconds
 SERVER_SIZE = 1_000_000  # parameters
 SERVER_AIM = 1.05
 FIRST, COUNTED = 3, 12  # iterations that warm up, and that count

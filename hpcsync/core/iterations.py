@@ -137,8 +137,8 @@ class Iterations(Stateful):
         Raises
         ------
         JobError
-            If a step is to have several batches, but batches are allocated by the step. Later also if the data cannot
-            be used.
+            If a step is to have several batches, but batches are allocated by the step. Reading raises it if the data
+            cannot be used.
         """
         if accumulate > 1 and self._allocated is not None:
             raise JobError(f"accumulate = {accumulate}: must be 1 where batches are allocated: a step has one")

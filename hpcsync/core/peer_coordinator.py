@@ -35,7 +35,7 @@ def gradient_buckets(size: int, step: int) -> list[tuple[int, int]]:
 
 
 def default_bucket_bytes(n_bytes: int, *, between_nodes: bool) -> int:
-    """Return the size of the slices of a gradient of `n_bytes` that are summed at a time, unless a job sets it.
+    """Return the bytes of a gradient of `n_bytes` bytes that are summed at a time, unless a job sets them.
 
     The last slice is summed after the backward pass, so a small one leaves less to wait for. Between nodes a sum costs
     little more than its bytes. On one node it costs a synchronisation above all.
