@@ -52,9 +52,8 @@ class Request(NamedTuple):
 
 
 class _Account:
-    """Windows of this process: their number and bytes, and the free bytes before the first of them."""
+    """Windows of this process: their bytes, and the free bytes before the first of them."""
 
-    n_windows = 0
     held_bytes = 0
     free_bytes = 0
 
@@ -79,14 +78,12 @@ def take(comm: MPI.Intracomm, n_bytes: int) -> int:
     """
     if failure := lacking(comm, n_bytes):
         raise JobError(failure)
-    _Account.n_windows += 1
     _Account.held_bytes += n_bytes
     return n_bytes
 
 
 def give_back(n_bytes: int) -> None:
     """Release room reserved by `take`."""
-    _Account.n_windows -= 1
     _Account.held_bytes -= n_bytes
 
 
@@ -120,7 +117,7 @@ def _ask(n_bytes: int) -> Request:
         usage, device = shutil.disk_usage(directory()), os.stat(directory()).st_dev
     except OSError:  # no such directory: this MPI uses another
         return Request(node, n_bytes)
-    if _Account.n_windows == 0:
+    if _Account.held_bytes == 0:
         _Account.free_bytes = usage.free
     return Request((*node, str(device)), n_bytes, _Account.held_bytes, _Account.free_bytes, usage.total)
 

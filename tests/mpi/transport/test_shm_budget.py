@@ -22,7 +22,7 @@ makers = pytest.mark.parametrize(
 @pytest.fixture
 def small(monkeypatch):
     """A place for windows that seems to have 16 MiB free, whatever is touched of them, and to hold none."""
-    for name in ("n_windows", "held_bytes", "free_bytes"):
+    for name in ("held_bytes", "free_bytes"):
         monkeypatch.setattr(shm_budget._Account, name, 0)
     usage = shm_budget.shutil.disk_usage(shm_budget.directory())._replace(free=FREE, total=FREE)
     monkeypatch.setattr(shm_budget.shutil, "disk_usage", lambda path: usage)
@@ -51,6 +51,7 @@ def test_a_window_counts_until_it_is_freed(comm, needs, small, make):
 
 def test_provided_memory_takes_no_shared_memory(comm, small):
     Window(comm, 2 * FREE, np.uint8, bytearray(2 * FREE)).free()
+    Window(comm, FREE // 4 if comm.rank == 0 else 0, np.uint8).free()
 
 
 def test_a_rank_alone_on_its_node_has_private_memory(comm, small):
