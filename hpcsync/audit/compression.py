@@ -43,7 +43,7 @@ def bytes_follow_from_compression(recount: Recount) -> Check:
     """Check the bytes of each push.
 
     Without compression, or with a codec whose output size does not depend on the values, all whole pushes have equal
-    bytes. With other codecs no push has more bytes than the elements that its ratio allows, if the trace has the sizes
+    bytes, more than none. With other codecs no push has more bytes than the elements that its ratio allows, if the trace has the sizes
     of tensors, or else, in a trace of an earlier release, than a dense one; and none has fewer than those of reading
     alone.
     """
@@ -53,7 +53,8 @@ def bytes_follow_from_compression(recount: Recount) -> Check:
     if compression.name not in VARYING:
         expected = n_bytes[whole][:1].sum() if whole.any() else 0
         read = expected // 2 if not recount.job.compresses else n_bytes[~whole][:1].sum()
-        return check_rows(name, n_bytes != np.where(whole, expected, read if read else n_bytes), describe)
+        due = np.where(whole, expected, read if read else n_bytes)
+        return check_rows(name, (n_bytes != due) | (whole & (n_bytes <= 0)), describe)
     if (sparse := _sparse_bytes(recount)) is not None:
         read, most = sparse
         least = read + COUNT_BYTES * recount.job.cluster.servers

@@ -256,9 +256,9 @@ def weights_add_up(run: PeerRecount) -> Check:
 
 
 def bytes_are_those_of_an_exchange(run: PeerRecount) -> Check:
-    """Check the bytes of each exchange: none without an exchange, and equal ones for equal exchanges.
+    """Check the bytes of each exchange: none without an exchange, and equal ones, more than none, for equal exchanges.
 
-    With a codec whose number of sent elements varies, equally many elements, of at least four bytes each, go to each of
+    A worker that is alone moves none. With a codec whose number of sent elements varies, equally many elements, of at least four bytes each, go to each of
     the other workers.
     """
     moved, exchanged = run.steps["wire_bytes"], run.exchanged
@@ -268,14 +268,15 @@ def bytes_are_those_of_an_exchange(run: PeerRecount) -> Check:
     labels = np.where(exchanged, labels, -1)
     _, first, place = np.unique(labels, return_index=True, return_inverse=True)
     expected = np.where(exchanged, moved[first[place]], 0) if len(moved) else moved
+    n_others = run.n_workers - np.searchsorted(run.died["now_s"], run.steps["now_s"], side="right") - 1
     if isinstance(run.job.compression, TopKOptions | DgcOptions):
-        n_others = run.n_workers - np.searchsorted(run.died["now_s"], run.steps["now_s"], side="right") - 1
         unit = 4 * np.maximum(n_others, 1)
         expected = np.where(n_others > 0, np.maximum(moved - moved % unit, unit), expected)
     absorbed = run.rows[~run.is_step]
     return check_all(
         "exchanges of one kind have equal wire_bytes",
         (moved != expected, lambda i: f"{run.step_name(i)} moved {moved[i]} bytes, expected {expected[i]}"),
+        (exchanged & (n_others > 0) & (moved <= 0), lambda i: f"{run.step_name(i)} exchanged, but moved no bytes"),
         (
             absorbed["wire_bytes"] != 0,
             lambda i: f"worker {absorbed['worker'][i]} moved {absorbed['wire_bytes'][i]} bytes after its end",

@@ -444,6 +444,7 @@ def test_bytes_independent_of_values_are_equal(compression):
     trace = record(f'name = "asp"\n{compression}')
     assert failing_payloads(trace) == set()
     assert failing_payloads(edit(trace, "pushes", 5, wire_bytes=trace.tables["pushes"]["wire_bytes"][5] + 4)) == {BYTES}
+    assert failing_payloads(edit(trace, "pushes", slice(None), wire_bytes=0)) == {BYTES}
     assert failing_payloads(edit(trace, "pushes", 5, encode_s=0.01)) == (set() if compression else {PARTS})
     assert failing_payloads(edit(trace, "pushes", 5, encode_s=-0.01)) == {PARTS}
     for pull_s in (-0.1, math.nan, trace.tables["pushes"]["comm_s"][5] + 0.1):

@@ -333,6 +333,7 @@ def test_bytes(trace):
     moved = trace.tables["exchanges"]["wire_bytes"][row]
     for other in (moved + 1, moved - 1, 0):
         assert failing(edit(trace, "exchanges", row, wire_bytes=other)) == {BYTES}
+    assert failing(edit(trace, "exchanges", slice(None), wire_bytes=0)) == {BYTES}
 
 
 def test_no_bytes_without_an_exchange(traces):
