@@ -43,9 +43,9 @@ def bytes_follow_from_compression(recount: Recount) -> Check:
     """Check the bytes of each push.
 
     Without compression, or with a codec whose output size does not depend on the values, all whole pushes have equal
-    bytes, more than none. With other codecs no push has more bytes than the elements that its ratio allows, if the trace has the sizes
-    of tensors, or else, in a trace of an earlier release, than a dense one; and none has fewer than those of reading
-    alone.
+    bytes, more than none. With other codecs no push has more bytes than the elements that its ratio allows, if the
+    trace has the sizes of tensors, or else, in a trace of an earlier release, than a dense one; and none has fewer than
+    those of reading alone.
     """
     pushes, compression = recount.pushes, recount.job.compression
     name, whole = "wire_bytes match the compression", pushes["share"] == 1.0

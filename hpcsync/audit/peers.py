@@ -258,8 +258,8 @@ def weights_add_up(run: PeerRecount) -> Check:
 def bytes_are_those_of_an_exchange(run: PeerRecount) -> Check:
     """Check the bytes of each exchange: none without an exchange, and equal ones, more than none, for equal exchanges.
 
-    A worker that is alone moves none. With a codec whose number of sent elements varies, equally many elements, of at least four bytes each, go to each of
-    the other workers.
+    A worker that is alone moves none. With a codec whose number of sent elements varies, equally many elements, of at
+    least four bytes each, go to each of the other workers.
     """
     moved, exchanged = run.steps["wire_bytes"], run.exchanged
     labels = np.zeros(len(moved), np.int64)
