@@ -291,4 +291,4 @@ def _seconds(seconds: float) -> str:
 
 
 def _digits(number: float) -> str:
-    return f"{number:.3g}" if number < 999.5 else f"{number:,.0f}"
+    return f"{number:#.3g}".rstrip(".") if number < 999.5 else f"{number:,.0f}"

@@ -34,8 +34,9 @@ def said(capsys: pytest.CaptureFixture[str]) -> str:
 def test_a_straggler_is_named_with_its_cost(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert explain.main(run.parent, as_json=False, simulated=True) == 0
     text = said(capsys)
-    assert "The run took 8 s. Time of all workers: computation 67 %, waiting 33 %." in text
-    assert "Worker 2 cost each other worker 4 s of 8 s on average; its iterations take 2 times the median." in text
+    assert "The run took 8.00 s. Time of all workers: computation 67 %, waiting 33 %." in text
+    assert "Worker 2 cost each other worker 4.00 s of 8.00 s on average; " in text
+    assert "; its iterations take 2 times the median." in text
     assert "Waiting under BSP: all workers wait for each other in every iteration." in text
     assert "Without stragglers it would have taken 0.50 of the time (slowdown S = 2.00)" in text
     assert "S_w = 2.00" in text
@@ -180,9 +181,9 @@ def lines_of(capsys: pytest.CaptureFixture[str], found: Explanation, what_if: Wh
 def test_the_three_workers_that_cost_most_are_named_and_the_slow_ones_are_said_to_be() -> None:
     found = explained(caused(0.0, 8.0, 20.0, 12.0, 6.0), iteration_s=np.array([1.0, 1.0, 1.3, 1.1, 1.0]))
     assert [line for line in explanation.sentences(found, None) if "cost each other" in line] == [
-        "Worker 2 cost each other worker 5 s of 100 s on average; its iterations take 1.3 times the median.",
-        "Worker 3 cost each other worker 3 s of 100 s on average.",
-        "Worker 1 cost each other worker 2 s of 100 s on average.",
+        "Worker 2 cost each other worker 5.00 s of 100 s on average; its iterations take 1.3 times the median.",
+        "Worker 3 cost each other worker 3.00 s of 100 s on average.",
+        "Worker 1 cost each other worker 2.00 s of 100 s on average.",
     ]
     few = explained(caused(0.0, 3.9, 4.1, 0.0, 0.0))  # of four others
     assert few.culprits == [2], "less than 1 % of the run is not worth a sentence"
@@ -220,14 +221,14 @@ def test_simulations_are_shares_of_the_one_with_the_recorded_times(capsys: pytes
         'with batches by speed (batches.policy = "equal-finish") 0.75, under asp 0.25; simulated.'
     )
     lines = [" ".join(words) for words in lines_of(capsys, explained(np.zeros((3, 3))), what_if)]
-    assert lines[0] == "The first 100 samples, which really took 10 s:"
+    assert lines[0] == "The first 100 samples, which really took 10.0 s:"
     assert lines[2:] == [
-        "the recorded times 8 s 1.00",
-        "the median in place of every time 4 s 0.50 S = 2.00",
-        "the median in place of transfers 6.4 s 0.80 S_t = 1.25",
-        "the median in place of worker 2 5 s 0.62 S_w = 1.60",
-        "batches by speed 6 s 0.75",
-        "asp 2 s 0.25",
+        "the recorded times 8.00 s 1.00",
+        "the median in place of every time 4.00 s 0.50 S = 2.00",
+        "the median in place of transfers 6.40 s 0.80 S_t = 1.25",
+        "the median in place of worker 2 5.00 s 0.62 S_w = 1.60",
+        "batches by speed 6.00 s 0.75",
+        "asp 2.00 s 0.25",
     ]
 
 
