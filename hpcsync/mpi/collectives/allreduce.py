@@ -81,7 +81,7 @@ class MeanVector(ABC):
         ----------
         begin, end
             The slice. With an empty slice ranks only exchange `own_counts`.
-        said
+        own_counts
             Information of this rank. A rank that contributes no steps has zeros in its vector.
 
         Returns
