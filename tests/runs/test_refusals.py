@@ -73,11 +73,11 @@ with hpcsync.connect(model, optimizer, out="out") as sync:
         loss = model(x).mean()
         loss.backward()
         optimizer.step()
-    print(loss.item())
+print(loss.item())
 """
 
 
-def test_an_exception_on_a_server_after_its_empty_loop_says_that_it_is_a_server(tmp_path: Path) -> None:
+def test_an_exception_on_a_server_after_the_with_block_says_that_it_is_a_server(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(AFTER_THE_LOOP)
     program = ended(hpcsync("launch", "-n", "2", "--", "python", "train.py"), cwd=tmp_path)
     assert program.status == 1

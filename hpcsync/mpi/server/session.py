@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +25,20 @@ from hpcsync.training.script_optimizers import OfShard
 
 # What `loss`, `total / n`, `next(batches)`, `losses[-1]` and `max(losses)` raise after a loop without batches.
 OF_EMPTY_LOOPS = (NameError, ZeroDivisionError, StopIteration, IndexError, ValueError)
+
+
+def _add_note(rank: int, error: BaseException) -> None:
+    if isinstance(error, OF_EMPTY_LOOPS):
+        error.add_note(
+            f"hpcsync: rank {rank} is a server: sync.shard yields no batch there, so what the loop over it assigns or "
+            "counts is missing after it. Use that on workers only (if sync.worker is not None)."
+        )
+
+
+def _excepthook(rank: int, hook: Callable[..., Any], kind: Any, error: BaseException, trace: Any) -> None:
+    """Add the note to an exception after the `with` block."""
+    _add_note(rank, error)
+    hook(kind, error, trace)
 
 
 class LinkedSession(RankSession):
@@ -139,12 +156,11 @@ class FollowerSession(LinkedSession):
         return self._shard.store.kept_pieces()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if self._has_served and isinstance(error, OF_EMPTY_LOOPS):
-            error.add_note(
-                f"hpcsync: rank {self.rank} is a server: sync.shard yields no batch there, so what the loop over it "
-                "assigns or counts is missing after it. Use that on workers only (if sync.worker is not None)."
-            )
+        if self._has_served and error is not None:
+            _add_note(self.rank, error)
         super().__exit__(kind, error, trace)
+        if self._has_served and error is None:
+            sys.excepthook = partial(_excepthook, self.rank, sys.excepthook)
 
     def _serve(self) -> None:
         follow(self._link, self._shard)
