@@ -138,8 +138,8 @@ def table(comparison: Comparison) -> RenderableType:
         result.add_row(name, _percent(share_a), _percent(share_b), "")
     if comparison.same_order is None:
         return result
-    order = f"{comparison.common_grants:,} common grants: {comparison.same_order:.2%} of the pairs are in the same "
-    order += f"order, the first {comparison.same_grants:,} grants are the same"
+    order = f"{comparison.common_grants:,} common grants: {_percent(comparison.same_order)} of the pairs are in the "
+    order += f"same order, the first {comparison.same_grants:,} grants are the same"
     return Group(result, Text(order, "dim"))
 
 

@@ -135,6 +135,6 @@ def test_table_has_both_sides():
     ]
     assert "time of 32 samples  4.000 s    8.000 s  2.000" in text.getvalue()
     assert (
-        "5 common grants: 100.00% of the pairs are in the same order, the first 5 grants are the same"
+        "5 common grants: 100.00 % of the pairs are in the same order, the first 5 grants are the same"
         in text.getvalue()
     )

@@ -114,7 +114,7 @@ def test_a_run_is_compared_with_its_replay(tmp_path):
     run(first, tmp_path / "asp")
     again = {"cluster": {"times_from": str(tmp_path / "asp" / "trace.h5")}, "stop": {"updates": 60}}
     _, text = run(timing_job(workers=3, paradigm={"name": "asp"}, **again), tmp_path / "same")
-    assert "100.00% of the pairs are in the same order" in text
+    assert "100.00 % of the pairs are in the same order" in text
     assert "1.000" in text
     _, text = run(timing_job(workers=3, paradigm={"name": "bsp"}, **again), tmp_path / "bsp")
     assert "asp" in text and "bsp" in text
