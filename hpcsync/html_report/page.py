@@ -76,7 +76,8 @@ def render(found: Mapping[str, Mapping[str, Sequence[RunData]]]) -> str:
         sections=_sections(groups),
         audits=_audits(runs),
         jobs=[(_where(g, label), each[0].job.to_toml()) for g in groups for label, each in g.runs.items()],
-        versions=[(name, runs_with(runs, name)) for name in VERSIONS],
+        # The reader of traces escapes line ends, which MPICH's version has.
+        versions=[(name, [text.replace(r"\n", "; ") for text in runs_with(runs, name)]) for name in VERSIONS],
         citations=_citations(runs),
         thinned=_thinned,
     )

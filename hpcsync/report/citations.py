@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -200,7 +201,7 @@ def software(attributes: Mapping[str, Any]) -> Reference:
     version = f"Version {attributes.get('hpcsync_version', 'unknown')}" + (f", commit {commit}" if commit else "")
     parts = [f"{name} {found}" for key, name in _VERSIONS.items() if (found := attributes.get(key))]
     if library := str(attributes.get("mpi_library") or ""):
-        parts.append(library.partition(",")[0])
+        parts.append(" ".join(re.split(r",|\\n", library)[0].split()))  # the reader of traces escapes line ends
     note = printable(version + (f"; with {', '.join(parts)}" if parts else ""))
     fields = {"howpublished": "Computer software", "note": note}
     return Reference("hpcsync", "misc", ("{The hpcsync developers}",), title, None, fields)

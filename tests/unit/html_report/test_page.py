@@ -13,6 +13,7 @@ import pytest
 from jinja2 import Environment, FileSystemLoader
 
 from hpcsync.audit.check import Check
+from hpcsync.config.errors import printable
 from hpcsync.config.predicted import Prediction
 from hpcsync.html_report import charts, curves, page, run_data
 from hpcsync.html_report.page import render
@@ -157,6 +158,13 @@ def test_the_numbers_are_those_of_the_runs(text: str, runs: dict[str, list[RunDa
 
 def test_the_same_traces_give_the_same_page(text: str, runs: dict[str, list[RunData]]) -> None:
     assert render({"": runs}) == text
+
+
+def test_a_version_of_several_lines_is_one(runs: dict[str, list[RunData]]) -> None:
+    lines = printable("MPICH Version: 5.0.2\nMPICH Release date: Fri Sep 25")  # as the reader returns them
+    run = next(iter(runs.values()))[0]
+    text = render({"": {"one": [run._replace(attributes={**run.attributes, "mpi_library": lines})]}})
+    assert "MPICH Version: 5.0.2; MPICH Release date: Fri Sep 25" in text and r"\nMPICH" not in text
 
 
 def hostile(runs: dict[str, list[RunData]]) -> dict[str, dict[str, list[RunData]]]:

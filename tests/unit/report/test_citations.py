@@ -5,6 +5,7 @@ from importlib import import_module
 
 import pytest
 
+from hpcsync.config.errors import printable
 from hpcsync.config.job import KINDS
 from hpcsync.paradigms import OPTIONS
 from hpcsync.paradigms.papers import Reference
@@ -81,3 +82,10 @@ def test_the_software_is_cited_with_the_versions_of_the_run():
     }
     text = bibtex(software({"hpcsync_version": "1.2.3", "git_commit": "abc", **versions}))
     assert "Version 1.2.3, commit abc; with Python 3.11.7, PyTorch 2.13.0+cpu, Open MPI v5.0.11}" in text
+
+
+def test_of_an_mpi_library_the_first_line_is_cited():
+    lines = printable("MPICH Version:      5.0.2\nMPICH Release date: Fri Sep 25")  # as the reader returns them
+    assert "note = {Version 1.2.3; with MPICH Version: 5.0.2}," in bibtex(
+        software({"hpcsync_version": "1.2.3", "mpi_library": lines})
+    )
