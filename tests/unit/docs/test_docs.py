@@ -228,6 +228,20 @@ def test_the_commands_of_a_page_can_follow_each_other(page: Path, tmp_path: Path
     assert taken_twice(arguments for arguments in found if Path(arguments[0]).name == "hpcsync") == []
 
 
+def test_the_pages_can_follow_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "jobs").symlink_to(ROOT / "jobs")
+    first: dict[str, Path] = {}
+    for page in PAGES:
+        for block in blocks(page):
+            if block.file:
+                (tmp_path / block.file).write_text(block.text)
+            for arguments in (words(command) for command, _ in commands(block)):
+                if Path(arguments[0]).name == "hpcsync" and arguments[1] in ("run", "simulate"):
+                    folder = folder_of(arguments)
+                    assert folder is None or first.setdefault(folder, page) == page, f"{page}: {folder} is taken"
+
+
 def test_two_commands_of_a_page_in_one_folder_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     grid = ["hpcsync", "compare", "jobs/digits-dssp.toml", "--vary", 'paradigm=["bsp", "asp"]']
