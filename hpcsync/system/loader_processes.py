@@ -27,6 +27,7 @@ import torch
 from hpcsync.config.errors import JobError
 from hpcsync.system.launcher import OF_RANKS
 from hpcsync.system.parent_death import end_with
+from hpcsync.system.signals import LISTENING
 
 GUARD = 'put the training under `if __name__ == "__main__":`'
 LONGEST = 107 - len("/pymp-12345678/listener-12345678")  # bytes of the path above that of a socket
@@ -69,8 +70,14 @@ def start(unneeded: Iterable[torch.Tensor] = ()) -> None:
 
 
 def _choose_folder_of_sockets() -> None:
-    """Let the standard library put its sockets into /tmp if the folder for temporary files has a long path."""
+    """Let the standard library put its sockets into the folder of the launch, which is removed however a rank ends.
+
+    Without one they are in the folder for temporary files, or in /tmp if the path is long.
+    """
     before = tempfile.tempdir
+    of_launch = Path(os.environ.get(LISTENING, "")).parent
+    if of_launch.is_absolute() and of_launch.is_dir():  # it is on this host
+        tempfile.tempdir = str(of_launch)
     if len(os.fsencode(tempfile.gettempdir())) > LONGEST:
         tempfile.tempdir = "/tmp"
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from hpcsync.audit.trace_audit import audit
 from hpcsync.system import launcher
 from hpcsync.trace.reader import load
-from tests.runs.processes import ended, mpiexec
+from tests.runs.processes import ended, hpcsync, mpiexec
 
 SCRIPT = """{first}
 import json, os, sys, time
@@ -112,3 +113,13 @@ def test_processes_end_with_a_rank_that_is_killed(tmp_path: Path) -> None:
     script = write(tmp_path, then=kill)
     program = ended(mpiexec(3, script), cwd=tmp_path, environ=launcher.environment())  # leaves no process behind
     assert program.status != 0
+
+
+@pytest.mark.once
+def test_a_launch_leaves_no_temporary_files_of_a_rank_that_is_killed(tmp_path: Path) -> None:
+    script = write(tmp_path, then="if len(seen) == 16 and sync.worker == 0: os.kill(os.getpid(), 9)")
+    (folder := tmp_path / "temporary").mkdir()
+    line = hpcsync("launch", "-n", "2", "--", "python", script)
+    program = ended(line, cwd=tmp_path, environ={**os.environ, "TMPDIR": str(folder)})
+    assert program.status != 0
+    assert [*folder.iterdir()] == []
