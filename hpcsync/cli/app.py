@@ -8,9 +8,10 @@ import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from hpcsync.cli import cite, figure
 from hpcsync.cli.job_command import JobCommand
@@ -21,8 +22,38 @@ from hpcsync.system.launcher import LaunchError, expected_rank, under_launcher
 from hpcsync.system.signals import ending_at_once, left_to_rank_0
 from hpcsync.version import __version__
 
+
+@contextlib.contextmanager
+def user_errors_in_one_line() -> Iterator[None]:
+    """End the program with status 2 and one line on a JobError or LaunchError; with several ranks only rank 0 prints.
+
+    Ctrl-C ends it with status 1.
+    """
+    try:
+        yield
+    except (JobError, LaunchError) as error:
+        if expected_rank() == 0:
+            print(f"hpcsync: {error}{below(error)}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:  # outside of the code that handles signals itself
+        print("hpcsync: interrupted", file=sys.stderr)
+        sys.exit(1)
+
+
+class Commands(TyperGroup):
+    """The commands. They end as `user_errors_in_one_line` says; typer would end them by Ctrl-C without a word."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command of the context."""
+        with user_errors_in_one_line():
+            return super().invoke(ctx)
+
+
 app = typer.Typer(
-    help="Train PyTorch models under any synchronisation paradigm, and measure what each one costs.",
+    cls=Commands,
+    help="Train PyTorch models under any synchronisation paradigm, and measure what each one costs.\n\n"
+    "hpcsync doctor examines the installation, hpcsync run JOB trains a job, and hpcsync COMMAND --help explains a "
+    "command.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -80,22 +111,21 @@ def run(
     lock: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
     """Train a job on MPI ranks. Under mpirun, mpiexec or srun, this process is one of the ranks."""
-    with user_errors_in_one_line():
-        if under_launcher():
-            left_to_rank_0(starting=True)  # before anything slow: a batch system may send a signal at any time
-            atexit.register(wait_until_read)
-            with ending_at_once(), garbage.loading():
-                if expected_rank() == 0:
-                    from hpcsync.run_dir.progress_line import say
+    if under_launcher():
+        left_to_rank_0(starting=True)  # before anything slow: a batch system may send a signal at any time
+        atexit.register(wait_until_read)
+        with ending_at_once(), garbage.loading():
+            if expected_rank() == 0:
+                from hpcsync.run_dir.progress_line import say
 
-                    say("loading libraries")
-                from hpcsync.cli import rank_main
+                say("loading libraries")
+            from hpcsync.cli import rank_main
 
-            sys.exit(rank_main.main(job, overrides or [], ranks, out, resume, lock, log))
-        with ending_at_once():
-            from hpcsync.cli import run as commands
+        sys.exit(rank_main.main(job, overrides or [], ranks, out, resume, lock, log))
+    with ending_at_once():
+        from hpcsync.cli import run as commands
 
-        sys.exit(commands.run(job, overrides or [], ranks, out, resume, oversubscribe=oversubscribe, log=log))
+    sys.exit(commands.run(job, overrides or [], ranks, out, resume, oversubscribe=oversubscribe, log=log))
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
@@ -120,8 +150,7 @@ def launch(
     """Run a training script on MPI ranks of this machine."""
     from hpcsync.cli import launch as launching
 
-    with user_errors_in_one_line():
-        sys.exit(launching.launch(ranks, program, timeout, oversubscribe=oversubscribe))
+    sys.exit(launching.launch(ranks, program, timeout, oversubscribe=oversubscribe))
 
 
 @app.command()
@@ -135,10 +164,9 @@ def watch(
     ] = False,
 ) -> None:
     """Watch a run: workers, waiting, decisions, stalls, time left."""
-    with user_errors_in_one_line():
-        from hpcsync.cli import watch as watching
+    from hpcsync.cli import watch as watching
 
-        sys.exit(watching.watch(folder, once=once, as_json=as_json))
+    sys.exit(watching.watch(folder, once=once, as_json=as_json))
 
 
 @app.command(cls=JobCommand)
@@ -160,10 +188,9 @@ def simulate(
 
     Any number of workers is possible. Decisions, gradients and the format of the trace are those of a real run.
     """
-    with user_errors_in_one_line():
-        from hpcsync.cli import run as commands
+    from hpcsync.cli import run as commands
 
-        sys.exit(commands.simulate(job, overrides or [], out, times_from, log))
+    sys.exit(commands.simulate(job, overrides or [], out, times_from, log))
 
 
 @app.command(cls=JobCommand)
@@ -183,8 +210,7 @@ def show(
     """
     from hpcsync.cli import run as commands
 
-    with user_errors_in_one_line():
-        commands.show(path, overrides or [], load=load)
+    commands.show(path, overrides or [], load=load)
 
 
 @app.command()
@@ -205,8 +231,7 @@ def audit(
     """
     from hpcsync.cli import audit as command
 
-    with user_errors_in_one_line():
-        sys.exit(command.main(trace, recompute=recompute))
+    sys.exit(command.main(trace, recompute=recompute))
 
 
 @app.command(cls=JobCommand)
@@ -269,11 +294,10 @@ def compare(
     The table says which variant is the fastest, and how sure that is. A run that does not reach the target is counted
     and not averaged. Differences are paired by seed.
     """
-    with user_errors_in_one_line():
-        from hpcsync.cli import compare as comparing
+    from hpcsync.cli import compare as comparing
 
-        given = (vary or (), seeds, tune or (), tune_seeds, virtual, at_once, overrides or (), out, csv, latex, report)
-        sys.exit(comparing.main(paths, comparing.Asked(*given)))
+    given = (vary or (), seeds, tune or (), tune_seeds, virtual, at_once, overrides or (), out, csv, latex, report)
+    sys.exit(comparing.main(paths, comparing.Asked(*given)))
 
 
 @app.command(cls=JobCommand)
@@ -338,12 +362,11 @@ def advise(
 
     Candidates are simulated in virtual time, and ranked by the time to the job's target.
     """
-    with user_errors_in_one_line():
-        from hpcsync.cli import advise as advising
+    from hpcsync.cli import advise as advising
 
-        counts = advising.worker_counts(workers)
-        given = (measured, paradigms or (), counts, extrapolate, seeds, budget, at_once, overrides or (), out, as_json)
-        sys.exit(advising.main(job, advising.Asked(*given)))
+    counts = advising.worker_counts(workers)
+    given = (measured, paradigms or (), counts, extrapolate, seeds, budget, at_once, overrides or (), out, as_json)
+    sys.exit(advising.main(job, advising.Asked(*given)))
 
 
 @app.command("report")
@@ -365,8 +388,7 @@ def report_(
     """
     from hpcsync.cli import report
 
-    with user_errors_in_one_line():
-        sys.exit(report.main(runs, out, audited=audited))
+    sys.exit(report.main(runs, out, audited=audited))
 
 
 @app.command()
@@ -393,8 +415,7 @@ def explain(
     """
     from hpcsync.cli import explain as explanations
 
-    with user_errors_in_one_line():
-        sys.exit(explanations.main(run, as_json=as_json, simulated=simulated, paradigms=paradigms or ()))
+    sys.exit(explanations.main(run, as_json=as_json, simulated=simulated, paradigms=paradigms or ()))
 
 
 @app.command("export")
@@ -428,8 +449,7 @@ def export_(
     """
     from hpcsync.cli import export
 
-    with user_errors_in_one_line():
-        sys.exit(export.main(runs, out, kind, from_s, to_s))
+    sys.exit(export.main(runs, out, kind, from_s, to_s))
 
 
 app.command("figure", help=figure.HELP)(figure.command)
@@ -441,8 +461,7 @@ def doctor() -> None:
     """Examine this machine: packages, MPI, GPUs, memory."""
     from hpcsync.cli import doctor as examination
 
-    with user_errors_in_one_line():
-        sys.exit(examination.main())
+    sys.exit(examination.main())
 
 
 @app.command()
@@ -466,8 +485,7 @@ def bench(
     """Measure each primitive beside the limit of the machine."""
     from hpcsync import bench as benchmark
 
-    with user_errors_in_one_line():
-        sys.exit(benchmark.main(targets or [], json, device, compare))
+    sys.exit(benchmark.main(targets or [], json, device, compare))
 
 
 @app.command(cls=JobCommand)
@@ -513,21 +531,20 @@ def slurm(
     """
     from hpcsync.cli import slurm as scripts
 
-    with user_errors_in_one_line():
-        asked = scripts.BatchRequest(
-            nodes=nodes,
-            ntasks_per_node=ntasks_per_node,
-            cpus_per_task=cpus_per_task,
-            gpus_per_node=gpus_per_node or (),
-            partition=partition or (),
-            mem=mem or (),
-            time=time,
-            account=account,
-            array=array or (),
-            preemptible=preemptible,
-            mpi=mpi,
-        )
-        print(scripts.script(job, overrides or [], asked, shlex.join(["hpcsync", *sys.argv[1:]])), end="")
+    asked = scripts.BatchRequest(
+        nodes=nodes,
+        ntasks_per_node=ntasks_per_node,
+        cpus_per_task=cpus_per_task,
+        gpus_per_node=gpus_per_node or (),
+        partition=partition or (),
+        mem=mem or (),
+        time=time,
+        account=account,
+        array=array or (),
+        preemptible=preemptible,
+        mpi=mpi,
+    )
+    print(scripts.script(job, overrides or [], asked, shlex.join(["hpcsync", *sys.argv[1:]])), end="")
 
 
 plan = typer.Typer(
@@ -573,19 +590,18 @@ def stanza(
     """
     from hpcsync.cli import plan as plans
 
-    with user_errors_in_one_line():
-        asked = plans.Asked(
-            model=model,
-            nodes=nodes,
-            bandwidth_gbit=bandwidth_gbit,
-            batch=batch,
-            latency_us=latency_us,
-            micro_batches=micro_batches,
-            profile=profile,
-            samples_per_second=samples_per_second,
-            json=json,
-        )
-        plans.stanza(asked)
+    asked = plans.Asked(
+        model=model,
+        nodes=nodes,
+        bandwidth_gbit=bandwidth_gbit,
+        batch=batch,
+        latency_us=latency_us,
+        micro_batches=micro_batches,
+        profile=profile,
+        samples_per_second=samples_per_second,
+        json=json,
+    )
+    plans.stanza(asked)
 
 
 def _version(wanted: bool) -> None:
@@ -601,23 +617,6 @@ def _options(
     ] = False,
 ) -> None:
     pass
-
-
-@contextlib.contextmanager
-def user_errors_in_one_line() -> Iterator[None]:
-    """End the program with status 2 and one line on a JobError or LaunchError; with several ranks only rank 0 prints.
-
-    Ctrl-C ends it with status 1.
-    """
-    try:
-        yield
-    except (JobError, LaunchError) as error:
-        if expected_rank() == 0:
-            print(f"hpcsync: {error}{below(error)}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:  # outside of the code that handles signals itself
-        print("hpcsync: interrupted", file=sys.stderr)
-        sys.exit(1)
 
 
 def main() -> None:

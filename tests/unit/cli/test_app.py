@@ -147,6 +147,22 @@ def test_an_interrupt_while_the_commands_are_set_up_is_one_line(monkeypatch, cap
     assert capsys.readouterr().err == "hpcsync: interrupted\n"
 
 
+@pytest.mark.parametrize("module", ["audit", "figure", "report"])
+def test_an_interrupt_while_a_command_is_loaded_or_runs_is_one_line(module, monkeypatch, capsys):
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    if module == "figure":  # loaded already
+        monkeypatch.setattr(app.figure, "main", interrupted)
+    else:
+        monkeypatch.delitem(sys.modules, f"hpcsync.cli.{module}", raising=False)
+        monkeypatch.delattr(hpcsync.cli, module, raising=False)
+        monkeypatch.setattr(sys, "meta_path", [SimpleNamespace(find_spec=interrupted), *sys.meta_path])
+    with pytest.raises(SystemExit) as ended:
+        app.app([module, "waiting"], prog_name="hpcsync")
+    assert (ended.value.code, capsys.readouterr().err) == (1, "hpcsync: interrupted\n")
+
+
 def test_help_of_80_columns_shows_whole_summaries_and_dots_only_where_arguments_repeat(monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     for arguments in ((), ("plan",)):
