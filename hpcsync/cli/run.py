@@ -297,9 +297,7 @@ def show(path: Path, overrides: Sequence[str], *, load: bool) -> None:
     Raises
     ------
     JobError
-        If the job is not valid, or a run comes with overrides.
-    TraceError
-        If the trace cannot be read.
+        If the job is not valid, a run comes with overrides, or its trace cannot be read.
     """
     if is_folder(path) or path.suffix == ".h5":
         if overrides or load:
@@ -308,9 +306,12 @@ def show(path: Path, overrides: Sequence[str], *, load: bool) -> None:
             )
         from hpcsync.run_dir import layout
         from hpcsync.run_dir.progress_line import console
-        from hpcsync.trace.reader import trace_path
+        from hpcsync.trace.reader import TraceError, trace_path
 
-        layout.print_summary(trace_path(path), console())
+        try:
+            layout.print_summary(trace_path(path), console())
+        except TraceError as error:
+            raise JobError(str(error)) from None
         return
     _print_remarks(path, overrides)
     job = jobs.load(path, overrides)

@@ -10,7 +10,6 @@ from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
 from hpcsync.run_dir import layout
 from hpcsync.run_dir.progress_line import console
-from hpcsync.trace.reader import TraceError
 from tests.unit.jobs import make_job
 from tests.unit.simulator.runs import simulated
 
@@ -351,8 +350,10 @@ def test_a_run_is_shown_as_at_its_end(
 
 
 def test_what_is_no_run_or_comes_with_options_of_a_job_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="trace.h5: no such file"):
-        run.show(tmp_path, [], load=False)
+    (tmp_path / "no.h5").write_text("")
+    for path, why in ((tmp_path, "trace.h5: no such file"), (tmp_path / "no.h5", "not a trace")):
+        with pytest.raises(JobError, match=why):  # one line
+            run.show(path, [], load=False)
     for options, name in ((["seed=1"], "--set"), ([], "--load")):
         with pytest.raises(JobError, match=f"^{name}: must come with a job file: .* is a run that has been made$"):
             run.show(tmp_path, options, load=not options)
