@@ -202,7 +202,8 @@ def read(folder: Path) -> Status:
         raise StatusError(f"{path}: {error.strerror}") from None
     except ValidationError as error:
         first = error.errors()[0]
-        raise StatusError(f"{path}: not a status: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        what = ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
+        raise StatusError(f"{path}: not a status: {what}") from None
 
 
 def _content(path: Path) -> bytes:

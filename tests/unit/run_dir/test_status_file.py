@@ -227,7 +227,7 @@ def test_it_shows_each_status_until_the_end(tmp_path, capsys, monkeypatch):
     ("content", "said"),
     [
         (None, "holds no run that has a status"),
-        ("", "not a status"),
+        ("", "status.json: not a status: Invalid JSON"),
         ('{"version": 1}', "status.json: not a status: name: Field required"),
     ],
 )
