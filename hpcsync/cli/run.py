@@ -161,6 +161,9 @@ def _run(
         with viewed(folder) as write:
             ended = launcher.launch(n_ranks, argv, suspends=True, tolerant=tolerant, will=will, write=write)
     finally:
+        if before is None and not (folder / layout.TRACE).exists():  # it never began: the same command may start it
+            with suppress(OSError):
+                (folder / layout.JOB).unlink()
         if not given and folder.exists() and os.listdir(folder) == [lock.NAME]:
             lock.release(folder)
             folder.rmdir()

@@ -224,6 +224,25 @@ def test_an_interrupt_before_training_is_reported(
     assert capsys.readouterr().err == "hpcsync: interrupted before training began\n"
 
 
+@pytest.mark.parametrize("given", [False, True])
+def test_after_an_interrupt_before_training_the_same_command_starts_the_run(
+    path: Path, ranks: Ranks, given: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks.ended, ranks.status, ranks.summary = Ended(130, 2), None, False
+    launch = ranks._launch
+
+    def prepare(n: int, argv: list[str], **how: bool) -> Ended:
+        layout.create(Path("o"), load(path))
+        return launch(n, argv)
+
+    monkeypatch.setattr(launcher, "launch", prepare)
+    if given:
+        Path("o").mkdir()
+    for _ in range(2):
+        assert run.run(path, [], None, Path("o")) == 1
+        assert Path("o").exists() == given and list(Path().glob("o/*")) == []
+
+
 def test_a_damaged_trace_is_reported(
     path: Path, ranks: Ranks, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
