@@ -143,10 +143,7 @@ def listeners(path: Path) -> list[Listener]:
 def tell_listening(folder: Path) -> None:
     """Tell the process that launched the ranks that rank 0 now ends the run in this folder in order on a signal."""
     if LISTENING in os.environ:
-        with (
-            suppress(OSError),
-            Path(os.environ[LISTENING]).open("a") as file,
-        ):  # on another host
+        with suppress(OSError), Path(os.environ[LISTENING]).open("a") as file:  # on another host
             file.write(f"{os.getpid()} {json.dumps(str(folder.absolute()))}\n")  # whatever characters it has
 
 
@@ -176,12 +173,13 @@ class SignalListener:
         return numbers[0] if numbers and numbers[0] in HEARD else None
 
     def close(self) -> None:
-        """Restore the handlers; call it in the thread that created the listener. Repeated calls have no effect."""
+        """Restore the handlers, in the thread that created the listener; nobody may read it any more."""
         if self._handlers:
             signal.set_wakeup_fd(self._before)
             for number, handler in self._handlers.items():
                 signal.signal(number, handler)
-            self._handlers = {}
+        for end in (self._reading, self._writing):
+            os.close(end)
 
 
 def interrupt(number: int) -> None:

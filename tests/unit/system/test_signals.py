@@ -105,3 +105,11 @@ def test_folders_of_any_name_are_listened_to(name: str, tmp_path: Path, monkeypa
         signals.tell_listening(folder)
     found = signals.listeners(tmp_path / "listening")
     assert found == [(os.getpid(), tmp_path / name), (os.getpid(), tmp_path / "other")]
+
+
+def test_a_listener_leaves_no_file_open() -> None:
+    """A process may have one session after another."""
+    before = len(os.listdir("/dev/fd"))
+    for _ in range(3):
+        signals.SignalListener().close()
+    assert len(os.listdir("/dev/fd")) == before
