@@ -9,7 +9,7 @@ import re
 import subprocess
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from datetime import date, time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -283,8 +283,10 @@ def carry_out(path: Path, runs: Sequence[Run], *, simulated: bool, at_once: int)
                 yield ended[future], future.result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
-            for process in processes:
-                process.terminate()  # those that have ended already stay as they are
+            while not all(future.done() for future in ended):  # one may just be starting its process
+                while processes:
+                    processes.pop().terminate()  # once; those that have ended already stay as they are
+                wait(ended, 0.1)
             raise
 
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -352,6 +353,26 @@ def test_a_signal_ends_all_processes_of_a_grid(job: Path, signum: int, status: i
 def is_running(pid: str) -> bool:
     stat = Path(f"/proc/{pid}/stat")
     return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_a_run_whose_process_is_just_being_started_is_ended_too(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = grid.plan(job, [], grid.combinations("--vary", TWO), range(1), Path("grid"))
+    ending = threading.Event()
+
+    def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        is_late = "ssp" in str(command)
+        if is_late:
+            ending.wait()
+            time.sleep(0.5)
+        return subprocess.Popen(["sleep", "60" if is_late else "0"], **options)
+
+    monkeypatch.setattr(grid, "subprocess", SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL))
+    ended = grid.carry_out(job, runs, simulated=True, at_once=2)
+    assert next(ended) == (runs[0], 0)
+    ending.set()
+    begin_s = time.monotonic()
+    ended.close()
+    assert time.monotonic() - begin_s < 30
 
 
 def test_variants_of_overrides() -> None:
