@@ -380,9 +380,11 @@ def scaled_rates(optimizer: torch.optim.Optimizer, factor: float) -> Iterator[No
     if factor != 1.0:
         for group in optimizer.param_groups:
             group["lr"] = group["lr"] * factor
-    yield
-    for group, rate in zip(optimizer.param_groups, given, strict=True):
-        group["lr"] = rate
+    try:
+        yield
+    finally:
+        for group, rate in zip(optimizer.param_groups, given, strict=True):
+            group["lr"] = rate
 
 
 def unscale(optimizer: torch.optim.Optimizer) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hpcsync.training.flat_model import FlatModel
-from hpcsync.training.script_optimizers import OfShard, ScriptOptimizers, _lay_out_kept, unscale
+from hpcsync.training.script_optimizers import OfShard, ScriptOptimizers, _lay_out_kept, scaled_rates, unscale
 
 
 class Scale:
@@ -98,3 +98,12 @@ def test_what_an_optimizer_keeps_for_all_parameters_stays_as_it_is():
     optimizer.state["k"] = torch.tensor([0])
     _lay_out_kept([optimizer])
     assert optimizer.state["k"] == 0
+
+
+def test_rates_are_the_script_s_own_again_after_a_step_that_failed():
+    """A script may catch what its optimizer raises, and go on."""
+    optimizer = torch.optim.SGD([torch.ones(1)], lr=0.1)
+    with pytest.raises(ZeroDivisionError), scaled_rates(optimizer, 0.5):
+        assert optimizer.param_groups[0]["lr"] == 0.05
+        raise ZeroDivisionError
+    assert optimizer.param_groups[0]["lr"] == 0.1
