@@ -46,8 +46,7 @@ def weights_follow_sizes(recount: Recount) -> Check:
     n_complete = len(recount.complete_seq)
     complete = recount.applied_version <= n_complete
     rows, version = recount.applied[complete], recount.applied_version[complete] - 1
-    known = "problem" in (pushes.dtype.names or ())  # not in traces of earlier releases
-    used = ~np.isin(pushes["problem"][rows], [*UNUSED]) if known else np.ones(len(rows), bool)
+    used = ~np.isin(pushes["problem"][rows], [*UNUSED])
     size = pushes["batch_size"][rows] * used
     if job.paradigm.of_one_version:
         expected = size / np.maximum(np.bincount(version, size, n_complete)[version], 1)

@@ -117,13 +117,11 @@ def check_absences(trace: Trace) -> Check:
     parts = list[Part]()
     for table, column in unfilled:
         rows = trace.tables[table]
-        if column in (rows.dtype.names or ()):  # some are not in traces of earlier releases
-            parts.append((~np.isnan(rows[column]), describe_columns(f"/{table}", rows, column)))
+        parts.append((~np.isnan(rows[column]), describe_columns(f"/{table}", rows, column)))
     possible = list(Problem) if isinstance(job.workload, Script) else [Problem.NONE, Problem.LOSS_NOT_FINITE]
     for table in ("pushes", "exchanges"):
         rows = trace.tables[table]
-        if "problem" in (rows.dtype.names or ()):
-            parts.append((~np.isin(rows["problem"], possible), describe_columns(f"/{table}", rows, "problem")))
+        parts.append((~np.isin(rows["problem"], possible), describe_columns(f"/{table}", rows, "problem")))
     changes = trace.tables["membership"]
     dies = changes["change"] == Change.DIED
     absent = np.flatnonzero(_absent(trace)[:, job.cluster.servers :].any(axis=0))

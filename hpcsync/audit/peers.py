@@ -91,7 +91,7 @@ def iterations_count_steps(run: PeerRecount) -> Check:
     rest = run.rows[~run.is_step]
     works = (rest["iteration"] != run.made[rest["worker"]]) | (rest["begin_s"] != rest["end_s"])
     works |= ~np.isnan(rest["loss"])
-    for name in ({*DURATIONS, "problem"}) & {*(rest.dtype.names or ())}:
+    for name in (*DURATIONS, "problem"):
         works |= rest[name] != 0
     return check_all(
         "iteration is the worker's step count",
@@ -377,12 +377,11 @@ def _rates_are_of_one_model(run: PeerRecount) -> Check:
 def _own_rates(run: PeerRecount, steps: Rows) -> Rows:
     """Return the rates of the scripts' optimizers, of which the schedule gives a factor; 1 without a script.
 
-    In traces of earlier releases, and where it is not recorded, it is the rate at the begin.
+    Where it is not recorded, it is the rate at the begin.
     """
     if not isinstance(run.job.workload, Script):
         return np.ones(len(steps))
-    recorded = steps["lr"] if "lr" in (steps.dtype.names or ()) else np.full(len(steps), np.nan)
-    return np.where(np.isnan(recorded), run.job.optimizer.lr, recorded)
+    return np.where(np.isnan(steps["lr"]), run.job.optimizer.lr, steps["lr"])
 
 
 def _same_rates(lr: Rows, expected: Rows) -> Check:

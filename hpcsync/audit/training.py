@@ -15,15 +15,13 @@ NAMES = {problem.value: problem.name.lower().replace("_", " ") for problem in Pr
 
 
 def check_training(trace: Trace) -> list[Check]:
-    """Return the checks, none for a trace of a release that did not record problems or that has no contribution yet.
+    """Return the checks, none for a trace that has no contribution yet.
 
     A finished run of a script must have one. Without servers a worker's step is its own contribution, whatever is
     exchanged afterwards.
     """
     served = trace.job.has_servers
     rows = trace.tables["pushes" if served else "exchanges"]
-    if "problem" not in (rows.dtype.names or ()):
-        return []
     used = rows["outcome"] == Outcome.APPLIED if served else rows["batch_size"] > 0
     problems = rows["problem"][used]
     if not len(problems) and not (trace.finished and isinstance(trace.job.workload, Script)):
@@ -44,8 +42,7 @@ def gradients_are_not_all_zero(trace: Trace, rows: Rows) -> list[Check]:
     There is no check if no norm is known, or if the run has not finished. A gradient that is not finite has an infinite
     norm.
     """
-    norms = rows["gradient_sq"] if "gradient_sq" in (rows.dtype.names or ()) else np.empty(0)
-    norms = norms[~np.isnan(norms)]
+    norms = rows["gradient_sq"][~np.isnan(rows["gradient_sq"])]
     if not len(norms) or not trace.finished:
         return []
     some = bool((norms > 0).any())

@@ -171,8 +171,6 @@ class Tally:
             np.add.at(sums_s, rows["worker"], rows[f"{part}_s"])
 
     def _add_problems(self, rows: Rows) -> None:
-        if "problem" not in (rows.dtype.names or ()):  # a trace of an earlier release
-            return
         rows = rows[np.isin(rows["problem"], [Problem.NONE, *NOT_FINITE])]
         finite = np.flatnonzero(rows["problem"] == Problem.NONE)
         if len(finite):
