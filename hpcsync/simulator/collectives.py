@@ -1,8 +1,7 @@
-"""Collective operations as messages over shared links, and their closed-form durations.
+"""Ring all-reduce as messages over shared links, and the duration of rings on links that nothing else uses.
 
-A schedule lists for each message which earlier ones must have arrived before it starts. The closed forms hold for links
-that nothing else uses; they take sizes in bytes, latencies in seconds and bandwidths in bytes per second, and return
-seconds. The reduction itself takes no time.
+A schedule lists for each message which earlier ones must have arrived before it starts. The reduction itself takes no
+time.
 """
 
 from __future__ import annotations
@@ -40,26 +39,6 @@ class Message(NamedTuple):
 def ring_allreduce(network: SharedLinks, hosts: Sequence[int], size_bytes: int, then: Then, *args: Any) -> None:
     """Call ``then(*args)`` when all hosts have the sum, by a ring all-reduce."""
     _Schedule(network, ring(hosts, size_bytes), then, args)
-
-
-def tree_broadcast(network: SharedLinks, hosts: Sequence[int], size_bytes: int, then: Then, *args: Any) -> None:
-    """Call ``then(*args)`` when all hosts have the first host's data, by a binomial tree."""
-    _Schedule(network, one_at_a_time(_broadcast_tree(hosts), size_bytes), then, args)
-
-
-def tree_reduce(network: SharedLinks, hosts: Sequence[int], size_bytes: int, then: Then, *args: Any) -> None:
-    """Call ``then(*args)`` when the first host has the sum, by a binomial tree."""
-    _Schedule(network, one_at_a_time(_reduce_tree(hosts), size_bytes), then, args)
-
-
-def tree_allreduce(network: SharedLinks, hosts: Sequence[int], size_bytes: int, then: Then, *args: Any) -> None:
-    """Call ``then(*args)`` when all hosts have the sum, by a tree reduction and a tree broadcast."""
-    _Schedule(network, one_at_a_time(_reduce_tree(hosts) + _broadcast_tree(hosts), size_bytes), then, args)
-
-
-def ring_allreduce_s(n_hosts: int, size_bytes: int, latency_s: float, bandwidth: float) -> float:
-    """Return the duration of a ring all-reduce between equal hosts that divide the size evenly, in seconds."""
-    return 2 * (n_hosts - 1) * (latency_s + size_bytes / n_hosts / bandwidth)
 
 
 def ring_alone_s(capacity: Sequence[float], size_bytes: int, latency_s: float) -> float:
@@ -105,16 +84,6 @@ def _ring_s(capacity: Sequence[float], blocks: Rows, n_steps: int, latency_s: fl
     return float(arrived.max())
 
 
-def tree_broadcast_s(n_hosts: int, size_bytes: int, latency_s: float, bandwidth: float) -> float:
-    """Return the duration of a tree broadcast between equal hosts in seconds; a tree reduction takes as long."""
-    return (n_hosts - 1).bit_length() * (latency_s + size_bytes / bandwidth)
-
-
-def tree_allreduce_s(n_hosts: int, size_bytes: int, latency_s: float, bandwidth: float) -> float:
-    """Return the duration of a tree all-reduce between equal hosts, in seconds."""
-    return 2 * tree_broadcast_s(n_hosts, size_bytes, latency_s, bandwidth)
-
-
 def ring(hosts: Sequence[int], size_bytes: int) -> list[Message]:
     """Return the schedule of a ring all-reduce: p - 1 steps of reduce-scatter and p - 1 of all-gather.
 
@@ -130,28 +99,6 @@ def ring(hosts: Sequence[int], size_bytes: int) -> list[Message]:
             after = (before + i, before + (i - 1) % p) if step else ()
             messages.append(Message(hosts[i], hosts[(i + 1) % p], blocks[(i - step) % p], after))
     return messages
-
-
-def one_at_a_time(pairs: Sequence[tuple[int, int]], size_bytes: int) -> list[Message]:
-    """Return a schedule of messages between (source, target) pairs; each waits for its hosts' previous messages."""
-    latest: dict[int, int] = {}  # host -> its last message
-    messages = []
-    for number, (source, target) in enumerate(pairs):
-        after = {latest[host] for host in (source, target) if host in latest}
-        messages.append(Message(source, target, size_bytes, sorted(after)))
-        latest[source] = latest[target] = number
-    return messages
-
-
-def _broadcast_tree(hosts: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the (source, target) pairs of a binomial broadcast tree rooted at the first host."""
-    masks = [1 << bit for bit in reversed(range((len(hosts) - 1).bit_length()))]
-    return [(hosts[i], hosts[i + mask]) for mask in masks for i in range(0, len(hosts) - mask, 2 * mask)]
-
-
-def _reduce_tree(hosts: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the (source, target) pairs of the reduction: the broadcast tree reversed."""
-    return [(target, source) for source, target in reversed(_broadcast_tree(hosts))]
 
 
 class _Schedule:

@@ -7,54 +7,37 @@ import math
 import pytest
 
 from hpcsync.simulator import collectives
-from hpcsync.simulator.collectives import (
-    one_at_a_time,
-    ring,
-    ring_allreduce,
-    ring_allreduce_s,
-    ring_alone_s,
-    tree_allreduce,
-    tree_allreduce_s,
-    tree_broadcast,
-    tree_broadcast_s,
-    tree_reduce,
-)
+from hpcsync.simulator.collectives import ring, ring_allreduce, ring_alone_s
 from hpcsync.simulator.event_loop import Loop
 from hpcsync.simulator.network import SharedLinks
+from tests.unit.simulator.closed_forms import ring_allreduce_s
 
 SIZE, LATENCY_S, BANDWIDTH = 240_000, 1e-4, 1e6
 HOSTS = (2, 3, 4, 5, 8, 16)
-FORMS = {
-    "ring": (ring_allreduce, ring_allreduce_s),
-    "broadcast": (tree_broadcast, tree_broadcast_s),
-    "reduce": (tree_reduce, tree_broadcast_s),
-    "tree": (tree_allreduce, tree_allreduce_s),
-}
 
 
 def network(links, latency_s=LATENCY_S):
     return SharedLinks(Loop(), links, links, latency_s)
 
 
-def took_s(collective, network, size_bytes=SIZE, copies=1):
-    """Return when this many collectives, begun at once among all hosts of the network, have ended."""
+def took_s(network, size_bytes=SIZE, copies=1):
+    """Return when this many sums, begun at once among all hosts of the network, have ended."""
     ends = []
     for _ in range(copies):
-        collective(network, range(network.n_hosts), size_bytes, lambda: ends.append(network.loop.now_s))
+        ring_allreduce(network, range(network.n_hosts), size_bytes, lambda: ends.append(network.loop.now_s))
     network.loop.run()
     assert len(ends) == copies
     return max(ends)
 
 
-def check_cost(name, p):
-    collective, form = FORMS[name]
-    assert took_s(collective, network([BANDWIDTH] * p)) == pytest.approx(form(p, SIZE, LATENCY_S, BANDWIDTH), rel=1e-9)
+def check_cost(p):
+    expected = ring_allreduce_s(p, SIZE, LATENCY_S, BANDWIDTH)
+    assert took_s(network([BANDWIDTH] * p)) == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize("p", HOSTS)
-@pytest.mark.parametrize("name", FORMS)
-def test_among_equals_the_cost_is_the_closed_form(name, p):
-    check_cost(name, p)
+def test_among_equals_the_cost_is_the_closed_form(p):
+    check_cost(p)
 
 
 @pytest.mark.parametrize("size_bytes", [1, 1001, SIZE])
@@ -62,66 +45,57 @@ def test_among_equals_the_cost_is_the_closed_form(name, p):
 def test_a_ring_alone_takes_what_its_messages_take(p, size_bytes):
     """With any links, and also with blocks that differ by a byte or are empty."""
     links = [BANDWIDTH * (1 + 7 * host % 5) for host in range(p)]
-    expected = took_s(ring_allreduce, network(links), size_bytes)
+    expected = took_s(network(links), size_bytes)
     assert ring_alone_s(links, size_bytes, LATENCY_S) == pytest.approx(expected, rel=1e-9)
     assert p == 1 or ring_alone_s(links, size_bytes, 2 * LATENCY_S) > expected
 
 
 @pytest.mark.parametrize("p", HOSTS[1:])
-@pytest.mark.parametrize("name", FORMS)
-def test_messages_without_dependencies_are_caught(name, p, monkeypatch):
+def test_messages_without_dependencies_are_caught(p, monkeypatch):
     """All messages share the links at once."""
     original = collectives.Message
     monkeypatch.setattr(collectives, "Message", lambda *fields: original(*fields[:3], ()))
     with pytest.raises(AssertionError):
-        check_cost(name, p)
+        check_cost(p)
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_a_collective_of_one_host_ends_through_the_loop(name):
+def test_a_sum_of_one_host_ends_through_the_loop():
     alone, ended = network([BANDWIDTH]), []
-    FORMS[name][0](alone, [0], SIZE, ended.append, "argument")
+    ring_allreduce(alone, [0], SIZE, ended.append, "argument")
     assert ended == []
     alone.loop.run()
     assert (ended, alone.loop.now_s) == (["argument"], 0.0)
-    assert FORMS[name][1](1, SIZE, LATENCY_S, BANDWIDTH) == 0.0
 
 
 @pytest.mark.parametrize("p", HOSTS)
 def test_a_slower_host_slows_the_ring_to_its_own_pace(p):
     """All but one block pass through each of its links twice, one at a time."""
-    slow = took_s(ring_allreduce, network([BANDWIDTH] * (p - 1) + [BANDWIDTH / 10]))
+    slow = took_s(network([BANDWIDTH] * (p - 1) + [BANDWIDTH / 10]))
     assert slow >= 2 * (p - 1) * SIZE / p / (BANDWIDTH / 10) * (1 - 1e-12)
     assert slow <= ring_allreduce_s(p, SIZE, LATENCY_S, BANDWIDTH / 10) * (1 + 1e-12)
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_a_slower_host_never_helps_and_the_first_always_hurts(name):
-    """Late leaves of a tree have slack."""
-    equal = took_s(FORMS[name][0], network([BANDWIDTH] * 6))
+def test_a_slower_host_hurts_wherever_it_is():
+    equal = took_s(network([BANDWIDTH] * 6))
     for slow in range(6):
         links = [BANDWIDTH / 2 if host == slow else BANDWIDTH for host in range(6)]
-        slowed = took_s(FORMS[name][0], network(links))
-        assert equal <= slowed <= 2 * equal
-        assert slowed > equal or slow > 0
+        assert equal < took_s(network(links)) <= 2 * equal
 
 
-def check_contention(name, p, bandwidths):
+def check_contention(p, bandwidths):
     """Two at once take as long as one at half the bandwidth; latencies are not shared."""
-    collective, form = FORMS[name]
-    both = took_s(collective, network(bandwidths), copies=2)
-    assert both == pytest.approx(form(p, SIZE, LATENCY_S, BANDWIDTH / 2), rel=1e-9)
+    both = took_s(network(bandwidths), copies=2)
+    assert both == pytest.approx(ring_allreduce_s(p, SIZE, LATENCY_S, BANDWIDTH / 2), rel=1e-9)
 
 
 @pytest.mark.parametrize("p", HOSTS)
-@pytest.mark.parametrize("name", FORMS)
-def test_two_at_once_take_twice_the_bandwidth_and_no_more_latency(name, p):
-    check_contention(name, p, [BANDWIDTH] * p)
+def test_two_at_once_take_twice_the_bandwidth_and_no_more_latency(p):
+    check_contention(p, [BANDWIDTH] * p)
 
 
 def test_unshared_links_are_caught():
     with pytest.raises(AssertionError):
-        check_contention("ring", 4, [math.inf] * 4)
+        check_contention(4, [math.inf] * 4)
 
 
 def check_ring(p, messages, blocks):
@@ -154,35 +128,6 @@ def test_blocks_are_as_even_as_whole_bytes_allow(size_bytes):
     first = [message.size_bytes for message in ring(range(7), size_bytes)[:7]]
     assert sum(first) == size_bytes
     assert max(first) - min(first) <= 1
-
-
-def check_broadcast(p, pairs):
-    reached = {0}
-    for source, target in pairs:
-        assert source in reached and target not in reached
-        reached.add(target)
-    assert reached == set(range(p))
-
-
-def check_reduction(p, pairs):
-    has = [{host} for host in range(p)]  # host -> contributors
-    for source, target in pairs:
-        assert not has[target] & has[source]  # nothing is added twice
-        has[target] |= has[source]
-    assert has[0] == set(range(p))
-
-
-@pytest.mark.parametrize("p", [1, *HOSTS])
-def test_a_tree_reaches_every_host_once(p):
-    outwards = [message[:2] for message in one_at_a_time(collectives._broadcast_tree(range(p)), SIZE)]
-    inwards = [message[:2] for message in one_at_a_time(collectives._reduce_tree(range(p)), SIZE)]
-    check_broadcast(p, outwards)
-    check_reduction(p, inwards)
-    if p > 1:
-        with pytest.raises(AssertionError):
-            check_broadcast(p, inwards)
-        with pytest.raises(AssertionError):
-            check_reduction(p, outwards)
 
 
 def test_only_the_given_hosts_take_part():

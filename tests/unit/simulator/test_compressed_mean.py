@@ -11,13 +11,14 @@ import torch
 from hpcsync.compression import ErrorFeedback
 from hpcsync.core.peer_coordinator import BatchDivision
 from hpcsync.simulator import collectives, compressed_mean
-from hpcsync.simulator.collectives import ring_allgather_alone_s, ring_allreduce_s
+from hpcsync.simulator.collectives import ring_allgather_alone_s
 from hpcsync.simulator.event_loop import Loop
 from hpcsync.simulator.network import SharedLinks
 from hpcsync.trace.schema import TABLES
 from hpcsync.training.compressor import of_job
 from hpcsync.workloads.registry import build
 from tests.unit.jobs import LINEAR
+from tests.unit.simulator.closed_forms import ring_allreduce_s
 from tests.unit.simulator.running import failed, simulate, timing_job
 from tests.unit.simulator.test_factory import ALLREDUCE, BATCHES, LR, NESTEROV, Run, close, data, gradient, start
 

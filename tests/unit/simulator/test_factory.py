@@ -16,7 +16,6 @@ from hpcsync.core.assignments import decision_fields
 from hpcsync.core.peer_coordinator import BatchDivision
 from hpcsync.core.peer_machine import create_method
 from hpcsync.paradigms.records import ALL_PEERS, NO_PEER
-from hpcsync.simulator.collectives import ring_allreduce_s
 from hpcsync.simulator.factory import PeerSimulation, simulation
 from hpcsync.simulator.peer_transfers import build as build_workers
 from hpcsync.simulator.simulate import prepare
@@ -27,6 +26,7 @@ from hpcsync.workloads.registry import Workload, build
 from tests.plain import on_samples, sequence, whole_batches
 from tests.unit.jobs import LINEAR, make_job
 from tests.unit.recorder import Recorder
+from tests.unit.simulator.closed_forms import ring_allreduce_s
 from tests.unit.simulator.running import TIMING, WITHOUT_SERVER, failed, simulate, timing_job
 
 LR = 0.1

@@ -3,9 +3,9 @@
 import pytest
 
 from hpcsync.config.cluster import Network
-from hpcsync.simulator.collectives import ring_allreduce_s
 from hpcsync.simulator.event_loop import Loop
 from hpcsync.simulator.peer_transfers import Links
+from tests.unit.simulator.closed_forms import ring_allreduce_s
 
 GBIT, LATENCY_S, SIZE = 125e6, 5e-5, 10**6
 

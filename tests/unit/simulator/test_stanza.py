@@ -12,11 +12,11 @@ from hpcsync.config.errors import JobError
 from hpcsync.paradigms.records import ALL_PEERS
 from hpcsync.planning import stanza_planner
 from hpcsync.planning.split_cost import SEPARATED, Shape, Times
-from hpcsync.simulator.collectives import ring_allreduce_s
 from hpcsync.simulator.peer_transfers import build as build_workers
 from hpcsync.trace.schema import TABLES
 from hpcsync.training.sampler import batch_indices
 from hpcsync.workloads.registry import build
+from tests.unit.simulator.closed_forms import ring_allreduce_s
 from tests.unit.simulator.running import simulate
 from tests.unit.simulator.separated import (
     ALEXNET,
