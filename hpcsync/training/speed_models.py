@@ -87,8 +87,6 @@ class GRU(Stateful):
         Seed of the network's initial weights.
     clock
         See `predictor`.
-    smooth_first
-        If True, the network's inputs and targets are smoothed speeds instead of observed ones.
 
     Attributes
     ----------
@@ -120,15 +118,12 @@ class GRU(Stateful):
         "_step_s": float,
     }
 
-    def __init__(
-        self, seed: int, clock: Callable[[], float] = time.perf_counter, *, smooth_first: bool = False
-    ) -> None:
+    def __init__(self, seed: int, clock: Callable[[], float] = time.perf_counter) -> None:
         self._network = GruNetwork(seed)
         # With fused=True its state is on the parameters' device, whatever a script's default device is.
         self._adam = torch.optim.Adam(self._network.parameters(), lr=LR, fused=True)
         self._adam_state = OptimizerState(self._adam)
         self._clock = clock
-        self._smooth_first = smooth_first
         self._smoothing = Smoothing()
         self._series: deque[float] = deque(maxlen=WINDOW)
         self._iterations_s = 0.0
@@ -161,15 +156,14 @@ class GRU(Stateful):
         """Learn from an observed speed; `iteration_s` is the duration of its iteration."""
         series, smoothed = list(self._series), self.smoothed
         self._smoothing.observe(speed)
-        newest = self.smoothed if self._smooth_first else speed
-        self._series.append(newest)
+        self._series.append(speed)
         self._iterations_s += iteration_s
         self.ratio = math.nan
         if len(series) < WINDOW or self.spent_s + self._step_s > SHARE * self._iterations_s:
             return
         begin_s = self._clock()
         self.ratio = self._step(
-            [one / smoothed for one in series], newest / smoothed, [one / self.smoothed for one in self._series]
+            [one / smoothed for one in series], speed / smoothed, [one / self.smoothed for one in self._series]
         )
         took_s = self._clock() - begin_s
         self.spent_s += took_s
@@ -206,11 +200,6 @@ class Blend(Stateful):
         self.gru = gru
         self._n_observed = 0
         self._gru_error = self._smoothed_error = 0.0  # exponentially weighted mean absolute errors
-
-    @property
-    def spent_s(self) -> float:
-        """Seconds of all training steps and predictions of the GRU."""
-        return self.gru.spent_s
 
     @property
     def weight(self) -> float:
