@@ -501,7 +501,7 @@ class _Loader:
         seed = np.random.SeedSequence([self._seed[0], PROCESSES_STREAM, self._seed[1], epoch])
         self._generator.manual_seed(int(seed.generate_state(1)[0]))
         batches = self._begin()
-        return ((n_samples, batch) for n_samples, batch in batches) if self._counts else _sized(batches)
+        return batches if self._counts else _sized(batches)
 
     def load_indices(self, plan: Iterable[np.ndarray], epoch: int) -> Iterator[Batch]:
         """Yield batches given by arrays of indices."""

@@ -549,15 +549,13 @@ class PieceOptimizer(ServerOptimizer):
         JobError
             If they step different optimizers: what they have of the others' gradients is not meant for a step.
         """
-        stepping = {
-            self._script.owner[index] for each in stated for index in np.flatnonzero(each[-len(self._present) :])
-        }
+        n = len(self._present)
+        stepping = {self._script.owner[index] for each in stated for index in np.flatnonzero(each[-n:])}
         if len(stepping) > 1:
             raise JobError(different(stepping))
         together = stated[0] if all(np.array_equal(stated[0], each) for each in stated[1:]) else np.mean(stated, axis=0)
-        n = len(self._present)
-        _set_numbers(self.optimizers, self._script.numbers, together[: len(together) - n].tolist())
-        self._present = [bool(each) for each in np.any([each[len(each) - n :] for each in stated], axis=0)]
+        _set_numbers(self.optimizers, self._script.numbers, together[:-n].tolist())
+        self._present = [bool(each) for each in np.any([each[-n:] for each in stated], axis=0)]
         if not math.isnan(self._momentum):
             self.set_momentum(self._momentum)
 

@@ -30,9 +30,9 @@ class Rule(Stateful, ABC):
 
     corrects = False
 
-    @abstractmethod
     def bind(self, weights: torch.nn.Parameter) -> None:
         """Set the weights to change. The parameter's `data` may be replaced between updates."""
+        self._weights = weights
 
     @abstractmethod
     def update(
@@ -101,8 +101,8 @@ class Descent(Rule):
         self._measures = measures
 
     def bind(self, weights: torch.nn.Parameter) -> None:
-        """Create the optimizer for these weights."""
-        self._weights = weights
+        """Set the weights, and create their optimizer."""
+        super().bind(weights)
         self._optimizer = self._spec.on_server(weights)
 
     def kept_pieces(self) -> list[Any]:
@@ -188,10 +188,6 @@ class Elastic(Rule):
     worker's position counts once, whatever its batches, or not at all if its steps have a problem.
     """
 
-    def bind(self, weights: torch.nn.Parameter) -> None:
-        """Set the centre."""
-        self._weights = weights
-
     def update(
         self, contributions: Sequence[torch.Tensor], rate: float, weights: Sequence[float], divisor: float
     ) -> SupportsFloat:
@@ -206,10 +202,6 @@ class Elastic(Rule):
 
 class Commit(Rule):
     """Commits: contributions are changes that workers made to the weights, applied with the weight of each."""
-
-    def bind(self, weights: torch.nn.Parameter) -> None:
-        """Set the weights."""
-        self._weights = weights
 
     def update(
         self, contributions: Sequence[torch.Tensor], rate: float, weights: Sequence[float], divisor: float
@@ -254,8 +246,8 @@ class DelayedNesterov(Rule):
         self._between = between
 
     def bind(self, weights: torch.nn.Parameter) -> None:
-        """Set the weights."""
-        self._weights = weights
+        """Set the weights; momentum and sum begin at zero."""
+        super().bind(weights)
         self._count = 0  # updates since the last N-th one
         self._sum, self._momentum = torch.zeros_like(weights.data), torch.zeros_like(weights.data)
 
