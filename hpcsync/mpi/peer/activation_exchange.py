@@ -88,8 +88,7 @@ class ActivationExchange:
         fc = worker if self._is_fc else groups.fc_of(worker)
         self._others: Sequence[int] = groups.served(fc) if self._is_fc else [fc]
         self._n_served = len(groups.served(fc))
-        n_here = len(self._others) if self._is_fc else 1
-        count = n_here * rows * activations.size
+        count = len(self._others) * rows * activations.size
         self._window = link.transport.window(link.comm, count, activations.dtype)
         self._label_begins = [0]
         for label in labels:
@@ -225,7 +224,7 @@ class ActivationExchange:
     def sent_bytes(self) -> int:
         """Bytes that this worker sends to the other group in an iteration."""
         per_row = self._activations.n_bytes + (0 if self._is_fc else sum(label.n_bytes for label in self._labels))
-        return len(self._n_arrived) * self._rows * per_row * (self._n_served if self._is_fc else 1)
+        return len(self._n_arrived) * self._rows * per_row * len(self._others)
 
     def _await(self, piece: int) -> None:
         begin_s, needed = time.perf_counter(), len(self._others)

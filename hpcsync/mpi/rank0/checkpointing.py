@@ -88,8 +88,8 @@ class Checkpointer:
             self.holding, self._asked, self._last = True, False, (now_s, version)
 
     def keeps_back(self, record: Record) -> bool:
-        """Defer this record if it must wait for the checkpoint; return whether it was deferred."""
-        if self.holding and record[0] in _DEFERRED:
+        """Defer this record, received while `holding`, if it must wait for the checkpoint; return whether it was."""
+        if record[0] in _DEFERRED:
             self.unheard.append(record)
             return True
         return False
@@ -99,9 +99,9 @@ class Checkpointer:
         return {worker for kind, worker, *_ in self.unheard if kind == messages.InfoKind.PUSHED}
 
     def can_begin(self, computing: Collection[int]) -> bool:
-        """Return whether all workers known to be computing wait for an answer."""
+        """Return whether all workers known to be computing wait for an answer, and the checkpoint has not begun."""
         waiting = {record[1] for record in self.unheard if record[0] in _DEFERRED}  # others name a rank
-        return self.holding and self._missing is None and waiting.issuperset(computing)
+        return self._missing is None and waiting.issuperset(computing)
 
     def begin(self, ranks: Iterable[int]) -> int:
         """Begin the checkpoint that these other ranks will save; return its number."""

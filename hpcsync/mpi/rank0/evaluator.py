@@ -121,12 +121,12 @@ class Evaluator:
         while (request := self._requests.get()) is not None:
             try:
                 distance = self._read(request[1], self._flat.weights, self._buffers)
-                self._flat.spread()
-                if distance is not None and self._calibrate is not None:
-                    self._calibrate(self._flat.model)
                 if distance is None:
                     self._results.put(None)
                     continue
+                self._flat.spread()
+                if self._calibrate is not None:
+                    self._calibrate(self._flat.model)
                 loss, accuracy = self._evaluate(self._flat.model)
                 self._results.put((*request, loss, accuracy, distance))
             except BaseException as error:  # `result` raises it in the main thread

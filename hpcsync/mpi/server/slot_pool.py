@@ -34,11 +34,12 @@ class SlotPool:
 
     def loan(self) -> tuple[int, int] | None:
         """Return the worker that has waited longest, and the slot to lend it; None if no slot can be lent."""
+        if not self._waiting:
+            return None
         used = self._slots.values()
-        free = next((slot for slot in range(self._n_slots) if slot not in used), None)
-        if free is None:
-            free = next((self._slots[worker] for worker in self._arrived), None)
-        return None if free is None or not self._waiting else (self._waiting.popleft(), free)
+        free = (slot for slot in range(self._n_slots) if slot not in used)
+        slot = next(free, next((self._slots[worker] for worker in self._arrived), None))
+        return None if slot is None else (self._waiting.popleft(), slot)
 
     def lend(self, worker: int, slot: int) -> int | None:
         """Lend a slot; return the worker whose contribution is in it and must be moved first, if there is one."""

@@ -204,12 +204,12 @@ class Worker(Stateful):
             self._slots = [link.slot(server, slot) for server, slot in enumerate(self._reader.lent())]
         for server, piece in enumerate(pieces):
             link.tensors.put(piece, server, self._slots[server])
-        self._state()
+        self._put_statement()
         for server in range(len(link.shards)):
             link.tensors.flush(server)
         return encode_s, link.clock.now() - begin_s, sum(piece.nbytes for piece in pieces)
 
-    def _state(self) -> None:
+    def _put_statement(self) -> None:
         """State what this push is to be used with, unless it is what was stated before."""
         link = self._link
         if self._statement is None or link.stated is None or np.array_equal(stated := self._statement(), self._stated):
