@@ -66,7 +66,7 @@ def main(path: Path, *, as_json: bool, simulated: bool, paradigms: Sequence[str]
 
 def _numbers(found: Explanation, what_if: WhatIf | None, lines: list[str]) -> dict[str, Any]:
     """Return everything that is known, with None for numbers that are not finite."""
-    from hpcsync.report.explanation import PARTS
+    from hpcsync.report.between import PARTS
     from hpcsync.report.live import known
 
     waits = found.waits

@@ -10,13 +10,13 @@ import numpy as np
 
 from hpcsync.audit.check import Check
 from hpcsync.config.job import Job
-from hpcsync.report import explanation
+from hpcsync.report import between
 from hpcsync.report.explanation import explain
 from hpcsync.report.summary import Summary
 from hpcsync.trace.reader import Trace, TraceFile, load, opened
 from hpcsync.trace.schema import Outcome, Rows
 
-PARTS = (*explanation.PARTS, "between")  # the last one is no column of the trace
+PARTS = (*between.PARTS, "between")  # the last one is no column of the trace
 AUDITED_ROWS = 1_000_000  # of all runs of a report: half a minute
 AUDITED_ROWS_OF_A_RUN = 250_000  # 700 MB
 EVALUATIONS = 500  # rows kept of a run, evenly spaced

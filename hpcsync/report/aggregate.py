@@ -11,7 +11,7 @@ from hpcsync.config.cluster import ClusterEvent
 from hpcsync.core.batch_sizes import sizes_at_first
 from hpcsync.core.step_problems import NOT_FINITE
 from hpcsync.paradigms.records import NO_PEER, Problem
-from hpcsync.report.between import Between
+from hpcsync.report.between import PARTS, Between
 from hpcsync.trace.reader import Trace, TraceFile
 from hpcsync.trace.schema import Outcome, Rows
 
@@ -108,7 +108,7 @@ class Tally:
         self.encode_s = np.zeros(n_workers) if self.served and trace.job.compresses else None
         self.steps_max = 0
         self.diverged_s: float | None = None
-        self.parts_s = {part: np.zeros(n_workers) for part in ("load", "compute", "wait", "comm")}
+        self.parts_s = {part: np.zeros(n_workers) for part in PARTS}
         self.between = Between.of(trace)
         self.averages = np.zeros(n_workers, np.int64) if self.paradigm.pairwise else None
         for table, add in (

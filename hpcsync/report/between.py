@@ -12,6 +12,7 @@ from hpcsync.trace.schema import Change, Rows
 if TYPE_CHECKING:
     from hpcsync.trace.reader import Trace, TraceFile
 
+PARTS = ("load", "compute", "wait", "comm")  # of a worker's time, as columns without their unit; the rest is between
 WORDS = "compression, steps of the optimizer and other work between iterations"
 
 

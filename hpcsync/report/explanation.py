@@ -13,13 +13,12 @@ from rich.table import Table
 from rich.text import Text
 
 from hpcsync.config.errors import printable
+from hpcsync.report.between import PARTS, Between
 from hpcsync.report.between import WORDS as BETWEEN
-from hpcsync.report.between import Between
 from hpcsync.report.waiting import Waits, waits
 from hpcsync.trace.reader import Trace, TraceFile
 from hpcsync.trace.schema import Rows
 
-PARTS = ("load", "compute", "wait", "comm")  # columns of times, without their unit
 WORDS = {"load": "loading", "compute": "computation", "wait": "waiting", "comm": "transfers"}
 STRAGGLES = 1.2  # times the median from which on a worker is said to be slow
 MANY_WORKERS = 8  # largest number of workers in the matrix, for a terminal of 80 columns

@@ -41,6 +41,8 @@ def events(trace: Trace, end_s: float | None = None) -> pd.DataFrame:
 
     Parameters
     ----------
+    trace
+        The run.
     end_s
         Last end of a computation, if the trace holds a part of the run: workers that leave from then on are no event,
         nor are those whose part ends although the job does not make them leave.

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict
 
 from hpcsync.config.errors import printable
 from hpcsync.paradigms.records import Problem
-from hpcsync.report.between import Between
+from hpcsync.report.between import PARTS, Between
 from hpcsync.trace.schema import EVENTS, Change, Outcome, Phase, Rows
 
 VERSION = 1  # of the file's layout
@@ -20,7 +20,6 @@ RECENT_S = 60.0  # least wall-clock time from which rate and time left are estim
 WINDOWS = 6  # parts of it, whose rates give the interval of the time left
 MANY_STALLS = 3
 PHASES = {int(phase): phase.name.lower() for phase in Phase}
-PARTS = ("load", "compute", "wait", "comm")  # of a worker's time
 KINDS_NOT_FINITE = {Problem.LOSS_NOT_FINITE: "loss", Problem.GRADIENT_NOT_FINITE: "gradient"}
 Text = Annotated[str, AfterValidator(printable)]  # the file may be anybody's
 
@@ -244,7 +243,7 @@ class RowTally:
                     iteration=row["iteration"],
                     now_s=row["now_s"],
                     lasted_s=row["lasted_s"],
-                    phase=Phase(row["phase"]).name.lower(),
+                    phase=PHASES[int(row["phase"])],
                 )
 
     def _add_times(self, rows: Rows) -> None:

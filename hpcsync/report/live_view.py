@@ -10,7 +10,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from hpcsync.report.live import PARTS, Decision, Status, Workers
+from hpcsync.report.between import PARTS
+from hpcsync.report.live import Decision, Status, Workers
 from hpcsync.report.wording import hours
 
 OLD_S, OLD = 10.0, 3  # seconds, and intervals, after which a status of a running run is said to be old
