@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 from hpcsync.cli import finished_runs
 from hpcsync.cli.advice_candidates import Trained, described, stem
 from hpcsync.config.errors import JobError
-from hpcsync.config.job import OPTIONS, Job, default_servers, drop_excluded
+from hpcsync.config.job import Job, default_servers, drop_excluded
+from hpcsync.config.paradigms import kind_of
 from hpcsync.report.wording import plural
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ class Trials:
         optimizer, cluster = table["optimizer"], table["cluster"]
         optimizer["lr"] = trained.factor * optimizer["lr"]
         servers = default_servers(table["paradigm"])
-        kind = OPTIONS.get(table["paradigm"].get("name", ""))
+        kind = kind_of(table["paradigm"])
         if servers == 0 or (kind is not None and kind.contribution != "gradient"):
             optimizer.pop("async_lr_scale", None)  # the optimizer runs on the workers
         elif not self._keeps_scale:

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Discriminator, Field, ValidationInfo, fiel
 
 from hpcsync.config.base import Amount, Count, Positive, Share, Table
 from hpcsync.config.errors import JobError, shown
-from hpcsync.config.paradigms import sets_ratio
+from hpcsync.config.paradigms import kind_of
 from hpcsync.paradigms.options import ParadigmOptions
 
 RATIOS = "a list of numbers greater than 0 and at most 1"
@@ -186,7 +186,7 @@ def with_defaults(table: Any, paradigm: Any) -> Any:
         If a ratio is given that would not be used.
     """
     has_ratio = isinstance(table, dict) and table.get("name") in TAKE_RATIO
-    if has_ratio and (kind := sets_ratio(paradigm)) is not None:
+    if has_ratio and (kind := kind_of(paradigm)) is not None and kind.ratios:
         if table.get("ratio") is not None:
             raise JobError(
                 f"compression.ratio = {shown(table['ratio'])}: must be omitted with paradigm.name = "

@@ -27,10 +27,10 @@ from hpcsync.config.cluster import Cluster, Compute
 from hpcsync.config.compression import TAKE_RATIO, CompressionOptions, DenseOptions, takes_ratio
 from hpcsync.config.errors import JobError, in_one_line, shown
 from hpcsync.config.optimizer import Optimizer, Schedule
-from hpcsync.config.paradigms import ParadigmTable, options_suit
+from hpcsync.config.paradigms import ParadigmTable, kind_of, options_suit
 from hpcsync.config.predicted import Prediction
 from hpcsync.config.workloads import WORKLOADS, Cifar, Linear, Script, Timing, WorkloadOptions
-from hpcsync.paradigms import OPTIONS, ParadigmOptions
+from hpcsync.paradigms import OPTIONS
 from hpcsync.planning.layer_groups import Groups
 
 MOST_CHARACTERS = 1_000_000  # of a job file
@@ -130,7 +130,7 @@ class Job(Table):
         paradigm, cluster, found = table.get("paradigm"), table.get("cluster", {}), dict(table)
         if isinstance(cluster, dict):
             found["cluster"] = {"servers": default_servers(paradigm), **cluster}
-        kind, optimizer = _kind_of(paradigm), table.get("optimizer")
+        kind, optimizer = kind_of(paradigm), table.get("optimizer")
         if kind is not None and isinstance(optimizer, dict):
             found["optimizer"] = {"async_lr_scale": kind.lr_scale, **optimizer}
         if "compression" in table:
@@ -360,13 +360,8 @@ class Job(Table):
 
 def default_servers(paradigm: Any) -> int:
     """Return the default number of servers for a [paradigm], which need not be valid."""
-    kind = _kind_of(paradigm)
+    kind = kind_of(paradigm)
     return int(kind is None or kind.policy is not None)
-
-
-def _kind_of(paradigm: Any) -> type[ParadigmOptions] | None:
-    """Return the kind of a [paradigm], which need not be valid."""
-    return OPTIONS.get(str(paradigm.get("name"))) if isinstance(paradigm, dict) else None
 
 
 def _kinds(union: Any, key: str) -> dict[str, type[Table]]:
@@ -668,7 +663,7 @@ class Excluded(NamedTuple):
 
 def excluded(table: Mapping[str, Any]) -> Iterator[Excluded]:
     """Yield the keys that values of a table exclude, or leave without effect; the table need not be valid."""
-    kind, compression = _kind_of(table.get("paradigm")), _at(table, ("compression", "name")) or "none"
+    kind, compression = kind_of(table.get("paradigm")), _at(table, ("compression", "name")) or "none"
     if _at(table, ("batches", "policy")) == "equal":
         for name in Batches.model_fields:
             if name != "policy":

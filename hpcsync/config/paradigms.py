@@ -116,7 +116,6 @@ def options_suit() -> Iterator[None]:
         raise JobError(f"{error.key}{separator}{value} {error.must}") from None
 
 
-def sets_ratio(paradigm: Any) -> type[ParadigmOptions] | None:
-    """Return the kind of a [paradigm], which need not be valid, if its options set the compression ratio."""
-    kind = OPTIONS.get(name) if isinstance(paradigm, dict) and isinstance(name := paradigm.get("name"), str) else None
-    return kind if kind is not None and kind.ratios else None
+def kind_of(paradigm: Any) -> type[ParadigmOptions] | None:
+    """Return the kind of a [paradigm], which need not be valid."""
+    return OPTIONS.get(str(paradigm.get("name"))) if isinstance(paradigm, dict) else None
