@@ -331,10 +331,6 @@ class PeerCoordinator(Stateful):
         """Note that time has passed; end the run once its seconds are up."""
         self.stopping = self.stopping or self._stop.reached(seconds=now_s)
 
-    def stop(self) -> None:
-        """End the run."""
-        self.stopping = True
-
     def reconsider(self, now_s: float) -> None:
         """Note that the run resumes with another stopping rule, by which it may not be over."""
         self.stopping = self._stop.reached(samples=self.samples, updates=self.version, seconds=now_s)

@@ -46,10 +46,7 @@ class Roles:
         """Return the rank of a reader, which is a worker or the evaluator."""
         return 0 if reader == self.evaluator else self.n_servers + reader
 
-    def shard(self, server: int, size: int) -> slice:
-        """Return the slice of a flat vector of `size` elements that a server holds; sizes differ by at most one."""
-        return slice(size * server // self.n_servers, size * (server + 1) // self.n_servers)
-
     def shards(self, size: int) -> list[slice]:
-        """Return every server's slice of a flat vector of `size` elements."""
-        return [self.shard(server, size) for server in range(self.n_servers)]
+        """Return every server's slice of a flat vector of `size` elements; sizes differ by at most one."""
+        n = self.n_servers
+        return [slice(size * server // n, size * (server + 1) // n) for server in range(n)]

@@ -17,11 +17,11 @@ from hpcsync.config.job import Job, Script
 from hpcsync.config.workloads import Timing
 from hpcsync.core.device_speed import iteration_seconds
 from hpcsync.paradigms.stanza import StanzaOptions
-from hpcsync.planning.split_cost import Shape
+from hpcsync.planning.split_cost import Shape, Times
 from hpcsync.planning.stanza_planner import Link, SplitProfile, choose
 from hpcsync.training.model_split import ModelSplit, cut, shape
 from hpcsync.training.sampler import fetch
-from hpcsync.training.split_profile import Times, measured
+from hpcsync.training.split_profile import measured
 from hpcsync.workloads.registry import Workload
 
 ITERATIONS = 32  # iterations of each worker in the mean time

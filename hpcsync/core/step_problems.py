@@ -167,6 +167,8 @@ def unequal_steps(job: Job, done: Sequence[int]) -> str:
 
     Parameters
     ----------
+    job
+        The job.
     done
         Iterations (pushes) of each worker.
     """

@@ -34,7 +34,7 @@ def test_the_evaluator_is_on_rank_0_and_comes_after_the_workers():
 @pytest.mark.parametrize("n_servers", [1, 2, 3, 7])
 def test_shards_are_contiguous_even_and_cover_everything(n_servers, size):
     shards = Roles(n_servers, 1).shards(size)
-    assert shards == [Roles(n_servers, 1).shard(server, size) for server in range(n_servers)]
+    assert len(shards) == n_servers
     edges = [0, *(shard.stop for shard in shards)]
     assert [shard.start for shard in shards] == edges[:-1]
     assert edges[-1] == size

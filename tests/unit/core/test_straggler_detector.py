@@ -1,7 +1,6 @@
 """Deadlines from a worker's own iterations: reports of stragglers, their number, and false alarms."""
 
 import math
-import pickle
 from itertools import pairwise
 from statistics import fmean, stdev
 
@@ -164,15 +163,6 @@ def test_a_worker_that_has_left_is_not_reported():
     stalls.left(0)
     assert [stalls.look(now_s + 0.5 * i) for i in range(1, 20)] == [[]] * 19
     stalls.ended(0, now_s)
-
-
-def test_the_detector_resumes_from_a_pickle():
-    stalls = StragglerDetector()
-    _, now_s = lived(stalls, [0.1] * 10)
-    stalls.began(0, 11, now_s)
-    again = pickle.loads(pickle.dumps(stalls))
-    looks = [now_s + 0.5 * i for i in range(1, 20)]
-    assert [again.look(at) for at in looks] == [stalls.look(at) for at in looks]
 
 
 @pytest.mark.parametrize(("detector", "reports"), [(NoDetector, False), (StragglerDetector, True)])

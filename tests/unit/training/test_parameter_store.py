@@ -61,8 +61,7 @@ def train(optimizer: OptimizerSpec, n_shards: int, size: int, dtype: torch.dtype
     weights = torch.randn(size, generator=generator, dtype=dtype)
     gradients = torch.randn(4, 3, size, generator=generator, dtype=dtype)
     result = torch.empty_like(weights)
-    for server in range(n_shards):
-        shard = Roles(n_shards, 3).shard(server, size)
+    for shard in Roles(n_shards, 3).shards(size):
         store, slots, _ = make_store(weights[shard], 3, optimizer)
         for i, contributions in enumerate(gradients):
             slots.copy_(contributions[:, shard])
@@ -210,8 +209,7 @@ def test_collecting_is_the_same_sum_in_the_same_order_whatever_the_shards(dtype)
     results = []
     for n_shards in (1, 3):
         result = torch.empty(101, dtype=dtype)
-        for server in range(n_shards):
-            shard = Roles(n_shards, 2).shard(server, 101)
+        for shard in Roles(n_shards, 2).shards(101):
             store, slots, _ = make_store(torch.zeros(101, dtype=dtype)[shard], 2, OptimizerSpec("adam", 0.1))
             for gradient, weight in zip(gradients[:3], weights, strict=False):
                 slots[0] = gradient[shard]
