@@ -62,10 +62,10 @@ class Hosts:
         Number of hosts.
     rate
         Rate at which both ends of every cable send at most, as tc writes it; None for no limit.
-    burst
-        Bytes that pass a cable at once after a pause, as tc writes them.
     congestion
         TCP's congestion control on the hosts; None for that of the machine.
+    burst
+        Bytes that pass a cable at once after a pause, as tc writes them.
 
     Raises
     ------
