@@ -22,6 +22,7 @@ from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job, default_servers, drop_excluded
 from hpcsync.config.paradigms import kind_of
 from hpcsync.report.wording import plural
+from hpcsync.system.atomic_files import whole
 
 if TYPE_CHECKING:
     from hpcsync.report.summary import Summary
@@ -143,7 +144,8 @@ class Trials:
 
             known[codec] = float(f"{encoding_gbytes_per_s(Job.from_table(table)):.3g}")
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(known) + "\n", encoding="utf-8")
+            with whole(file) as unfinished:
+                unfinished.write_text(json.dumps(known) + "\n", encoding="utf-8")
         return known[codec]
 
     def _times_file(self, seed: int) -> Path:

@@ -477,6 +477,22 @@ def test_over_slow_links_compressed_pushes_are_tried(job, tmp_path, monkeypatch)
     assert advise._Adviser(job, Asked(), None)._limit_s()[2] == 0
 
 
+def test_an_advice_that_ends_while_it_writes_a_measured_codec_can_be_resumed(job, tmp_path, monkeypatch):
+    monkeypatch.setattr("hpcsync.simulator.measured_time.encoding_gbytes_per_s", lambda job: 2.0)
+    trials = advise._Adviser(job, Asked(out=tmp_path / "out"), None)._trials
+    fp16 = Trained("fp16", Candidate({"name": "bsp"}, {}, {"name": "fp16"}))
+    write = Path.write_text
+
+    def begin(path, text, **options):
+        write(path, text[:5], **options)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Path, "write_text", begin)
+        trials.job_table(fp16)
+    assert trials.job_table(fp16)["compression"] == {"name": "fp16", "gbytes_per_s": 2.0}
+
+
 def test_a_candidate_of_a_job_that_compresses_may_be_uncompressed(job, tmp_path):
     asked = Asked(paradigms=("bsp", "bsp + none"), overrides=["compression={name = 'fp16'}"], out=tmp_path / "out")
     assert main(job, asked) == 0
