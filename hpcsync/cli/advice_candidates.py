@@ -69,7 +69,7 @@ def further(ends: Mapping[str, AtAnEnd]) -> list[Trained]:
 
 
 def candidate(text: str) -> Candidate:
-    """Return the candidate of an option `--paradigm`."""
+    """Return the candidate of an option `--paradigm`. Raises JobError for a text that is none."""
     paradigm, *added = text.split(PLUS)
     codecs = [word for word in added if word != BATCHES]
     if len(codecs) > 1 or added.count(BATCHES) > 1:

@@ -98,7 +98,7 @@ def main(path: Path, asked: Asked) -> int:
 
 
 def worker_counts(text: str) -> list[int]:
-    """Return the numbers of an option `--workers`, such as "4,8"."""
+    """Return the numbers of an option `--workers`, such as "4,8". Raises JobError for another text."""
     try:
         found = [int(word) for word in text.split(",")] if text else []
     except ValueError:

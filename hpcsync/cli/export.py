@@ -96,7 +96,7 @@ def module_of(kind: str) -> Any:
 
 
 def write(kind: str, module: Any, runs: Sequence[Path], out: Path, window: tuple[float, float] = WHOLE) -> str:
-    """Write the runs, or these seconds of them; return what was written in words."""
+    """Write the runs, or these seconds of them; return what was written in words. Raises JobError without a row."""
     from hpcsync import figures
     from hpcsync.export.window import last_s
     from hpcsync.trace.reader import opened

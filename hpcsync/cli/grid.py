@@ -116,7 +116,7 @@ def in_one_line(value: Any) -> str:
 
 
 def paradigm_table(text: str) -> dict[str, Any]:
-    """Return the table of a paradigm from its name or from TOML, as `--paradigm` takes them."""
+    """Return the table of a paradigm from its name or from TOML, as `--paradigm` takes them. Raises JobError."""
     if re.fullmatch(r"[a-z-]+", text):
         return {"name": text}
     try:

@@ -274,7 +274,13 @@ class Reader:
         return not self._early
 
     def lent(self) -> list[int]:
-        """Wait for the slot that every server lends; return the slots in the order of the servers."""
+        """Wait for the slot that every server lends; return the slots in the order of the servers.
+
+        Raises
+        ------
+        RuntimeError
+            If another command arrives.
+        """
         records = sorted((self._next() for _ in self._link.shards), key=attrgetter("server"))
         if any(record.kind != messages.CommandKind.LENT for record in records):
             raise RuntimeError(f"{records}: must be slots")
