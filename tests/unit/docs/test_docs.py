@@ -18,6 +18,7 @@ import shutil
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator
+from dataclasses import MISSING, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ from hpcsync import bench, figures
 from hpcsync.cli.app import app
 from hpcsync.config import job as jobs
 from hpcsync.core.job_validation import check
+from hpcsync.paradigms import OPTIONS
 
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", *sorted(p for p in (ROOT / "docs").rglob("*.md") if "_" not in p.parts[-2][:1])]
@@ -161,9 +163,26 @@ def check_job(path: Path, where: str) -> None:
 
 def check_python(block: Block, where: str, run_folder: Path) -> None:
     code = compile(block.text, where, "exec")
+    assert not (lacking := missing_options(block.text)), f"{where}: connect lacks {lacking}"
     if "runs/dssp" in block.text:
         copy_run(Path("runs/dssp"), run_folder)
         exec(code, {})
+
+
+def missing_options(code: str) -> set[str]:
+    """The options of their paradigm that the calls of `connect` in a script lack."""
+    lacking = set()
+    for call in ast.walk(ast.parse(code)):
+        if isinstance(call, ast.Call) and getattr(call.func, "attr", "") == "connect" and len(call.args) == 3:
+            options = OPTIONS[ast.literal_eval(call.args[2])]
+            needed = {field.name for field in fields(options) if field.default is field.default_factory is MISSING}
+            lacking |= needed - {keyword.arg for keyword in call.keywords}
+    return lacking
+
+
+def test_options_that_a_script_lacks_are_found() -> None:
+    assert missing_options('hpcsync.connect(model, optimizer, "dssp", log="x")') == {"staleness_min", "staleness_max"}
+    assert missing_options('hpcsync.connect(model, optimizer, "ssp", staleness=3)') == set()
 
 
 def check_command(arguments: list[str], output: list[str], block: Block, where: str, run_folder: Path) -> None:
