@@ -139,6 +139,7 @@ class _Lines:
                 self._print(target, rest)
 
     def _print(self, target: int, line: bytes) -> None:
+        from rich.console import Group
         from rich.text import Text
 
         text = line.decode(errors="replace")
@@ -146,7 +147,8 @@ class _Lines:
             if target == 2 and not sys.stderr.isatty():
                 print(text, file=sys.stderr, flush=True)
             else:
-                self._console.print(Text.from_ansi(text), soft_wrap=True)
+                # `soft_wrap` would cut the lines of the view too. Outside of a group a Text loses its settings.
+                self._console.print(Group(Text.from_ansi(text, no_wrap=True, overflow="ignore")), crop=False)
 
 
 def _newest(folder: Path) -> Path:

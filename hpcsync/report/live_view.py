@@ -12,7 +12,7 @@ from rich.text import Text
 
 from hpcsync.report.between import PARTS
 from hpcsync.report.live import Decision, Status, Workers
-from hpcsync.report.wording import hours
+from hpcsync.report.wording import hours, plural
 
 OLD_S, OLD = 10.0, 3  # seconds, and intervals, after which a status of a running run is said to be old
 LOAD_SHOWN = 0.01  # share of a worker's time from which on loading has a column
@@ -90,7 +90,7 @@ def _progress(status: Status, width: int) -> list[RenderableType]:
     if status.share is not None and width - len(speed) > 12:
         row = Table.grid(padding=(0, 2))
         row.add_row(ProgressBar(1.0, status.share, width=min(30, width - len(speed) - 3)), speed)
-    counts = [f"{status.samples:,} samples", f"{status.updates:,} updates"]
+    counts = [plural(status.samples, "sample"), plural(status.updates, "update")]
     if status.loss is not None:
         counts.append(f"loss {status.loss:.4g}")
     if status.accuracy is not None:

@@ -7,7 +7,10 @@ import math
 import numpy as np
 import pytest
 from rich.console import Console
+from rich.live import Live
+from rich.text import Text
 
+from hpcsync.cli.watch import _Lines
 from hpcsync.core.assignments import decision_fields
 from hpcsync.paradigms.dssp import DsspOptions
 from hpcsync.paradigms.records import Problem
@@ -223,6 +226,22 @@ def test_it_says_what_one_wants_to_know():
     for part in ("running", "40 %", "1,234 samples/s", "0:01:00 left (0:00:50 to 0:01:15)", "accuracy 0.9100"):
         assert part in shown
     assert "dssp at 12.0 s: worker 1 gets credits for 3 iterations\n" in "\n".join(map(str.rstrip, shown.splitlines()))
+
+
+def test_one_update_is_no_updates():
+    assert "32 samples  1 update  loss" in text(status(samples=32, updates=1))
+
+
+def test_output_beside_the_view_does_not_cut_its_lines():
+    console = Console(width=30, height=24, force_terminal=True, color_system=None, file=io.StringIO())
+    long = "a " * 20 + "whole line, which is wider than the terminal"
+    with Live(console=console, auto_refresh=False) as live:
+        live.update(Text(long), refresh=True)
+        before = len(console.file.getvalue())
+        _Lines(console).write(1, f"starting {'x' * 50}\n".encode())
+        shown = console.file.getvalue()[before:]
+        assert f"starting {'x' * 50}\n" in shown, "it is not broken into lines, which could not be copied"
+        assert "the terminal" in shown, "the end of the view"
 
 
 @pytest.mark.parametrize(
