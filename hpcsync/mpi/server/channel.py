@@ -169,10 +169,6 @@ class ServerChannel:
         if kind != messages.InfoKind.FAILED:
             infos.free()
 
-    def clocks(self) -> list[tuple[int, str, float, float]] | None:
-        """Return the rows of the trace's /clocks on rank 0, None on other ranks; collective."""
-        return self.clock.rows(self.comm)
-
     def free(self) -> None:
         """Free windows, inboxes and the communicator; collective, and harmless when repeated."""
         if self.comm == MPI.COMM_NULL:

@@ -72,7 +72,7 @@ class LinkedSession(RankSession):
             n_stated=0 if self._script is None or job.steps_on_workers else self._script.n_stated,
             buffer_words=self._buffers.n_words,
         )
-        self._clocks = self._link.clocks()
+        self._clocks = self._link.clock.rows(self._link.comm)  # for the trace, on server 0
 
     def _cuts(self, n_servers: int) -> list[slice] | None:
         """Return the shards of a script's parameters."""

@@ -68,16 +68,9 @@ class Backoff:
         if self._since is None:
             self._since = now
         if self._helps:
-            self._help()
+            help_others(self._comm, self._deaths)
         waited_s = now - self._since
         self._pause(0.0 if waited_s < self._spin_s else min(self._ceiling_s, waited_s / 8))
-
-    def _help(self) -> None:
-        try:
-            for _ in range(NETWORK_PROBES):
-                self._comm.Iprobe()
-        except MPI.Exception as error:
-            self._deaths.heard(error)
 
     def barrier(self) -> None:
         """Wait until all ranks have called this; suited to ranks that arrive seconds apart.
@@ -93,6 +86,15 @@ class Backoff:
         while not (found := poll()):
             self.pause()
         return found
+
+
+def help_others(comm: MPI.Intracomm, deaths: Deaths) -> None:
+    """Make MPI calls, during which one-sided transfers of others with this rank advance; one call moves little."""
+    try:
+        for _ in range(NETWORK_PROBES):
+            comm.Iprobe()
+    except MPI.Exception as error:
+        deaths.heard(error)
 
 
 def _pause(seconds: float) -> None:

@@ -23,7 +23,7 @@ import torch
 from mpi4py import MPI
 
 from hpcsync.mpi.transport import cuda
-from hpcsync.mpi.transport.backoff import NETWORK_CEILING_S, NETWORK_PROBES
+from hpcsync.mpi.transport.backoff import NETWORK_CEILING_S, help_others
 from hpcsync.mpi.transport.busy_target import Trial, farthest, while_busy
 from hpcsync.mpi.transport.communicator import is_in_memory, takes_several_threads
 from hpcsync.mpi.transport.tensor_window import HOST, Transport
@@ -97,7 +97,7 @@ class ProgressEngine:
         Where MPI does not support several threads, only the thread that makes the other MPI calls may call this.
         """
         if (now_s := time.perf_counter()) >= self._next_s:
-            self._advance()
+            help_others(self._comm, self._deaths)
             self._next_s = now_s + POLL_S
 
     def begin(self, kind: Kind) -> None:
@@ -117,15 +117,8 @@ class ProgressEngine:
         cuda.enter(self._device)
         with suppress(RankFailed):  # the other thread hears of it, too
             while not self._stopped.is_set():
-                self._advance()
+                help_others(self._comm, self._deaths)
                 time.sleep(NETWORK_CEILING_S)
-
-    def _advance(self) -> None:
-        try:
-            for _ in range(NETWORK_PROBES):  # one call moves little
-                self._comm.Iprobe()
-        except MPI.Exception as error:
-            self._deaths.heard(error)
 
     def _stop(self) -> None:
         if self._thread is not None:
