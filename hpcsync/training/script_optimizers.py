@@ -162,7 +162,8 @@ class ScriptOptimizers:
         """
         rates = [float(group["lr"]) for each in self.optimizers for group in each.param_groups]
         before, self._rates = self._rates or [math.nan] * len(rates), rates
-        return [] if len(rates) == 1 else [(at, rate) for at, rate in enumerate(rates) if rate != before[at]]
+        known = zip(rates, before, strict=False)  # a group that is added in the loop ends the run, as any other change
+        return [] if len(rates) == 1 else [(at, rate) for at, (rate, last) in enumerate(known) if rate != last]
 
     def statement(self) -> np.ndarray:
         """Return what a worker states with its push, shape (n_stated,)."""
@@ -471,7 +472,7 @@ class OwnOptimizer(WorkerOptimizer):
         """Yield each parameter that looks ahead, its momentum buffer, and the factor that makes it mu v."""
         index_of = {id(p): index for index, p in enumerate(self._script.flat.parameters)}
         for at, optimizer in enumerate(self._script.optimizers):
-            for group, lr in zip(optimizer.param_groups, self._lr[at], strict=True):
+            for group, lr in zip(optimizer.param_groups, self._lr[at], strict=False):  # see `changed_rates`
                 if isinstance(optimizer, torch.optim.SGD) and group["nesterov"]:
                     for parameter in group["params"]:
                         buffer = optimizer.state[parameter].get("momentum_buffer")

@@ -96,6 +96,8 @@ def train(paradigm: dict[str, Any], out: Path, mistake: str) -> None:
                 inputs, targets = inputs.to(model.body.weight.dtype), targets.to(model.body.weight.dtype)
                 if mistake == "layer" and step == 1:
                     model.fc = torch.nn.Linear(4, 1)
+                if mistake == "group" and step == 1:
+                    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
                 loss = torch.nn.functional.mse_loss(model(inputs), targets)
                 if mistake == "nan":
                     loss = loss * float("nan")
@@ -123,6 +125,7 @@ every_paradigm = pytest.mark.parametrize("paradigm", EVERY, ids=lambda each: "-"
         ("no backward of worker 1", f"worker 1, iteration .*: {WRONG[Problem.NO_GRADIENT]}"),
         ("double", WRONG[Problem.MODEL_CHANGED]),
         ("layer", WRONG[Problem.MODEL_CHANGED]),
+        ("group", WRONG[Problem.MODEL_CHANGED]),
     ],
 )
 def test_a_mistake_of_the_script_ends_the_run(tmp_path, paradigm, mistake, said):
