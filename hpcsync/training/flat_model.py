@@ -204,7 +204,8 @@ class FlatModel:
         if parameter.grad is None:
             view.zero_()
             return
-        view.copy_(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad)
+        gradient = parameter.grad.detach()  # which has a graph after `backward(create_graph=True)`
+        view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
         if parameter.dtype == view.dtype:
             parameter.grad = view
 

@@ -161,6 +161,9 @@ class BucketReducer(Stateful):
                 "second backward pass before the gradients of the first were reduced: call finish() in between, "
                 "or set overlap to False to accumulate them"
             )
+        gradient = self._flat.parameters[index].grad
+        if not self.overlap and gradient is not None and gradient.requires_grad:
+            return  # a script may still differentiate it
         self._flat.gather(index)  # at once: autograd then reuses the memory for the next one while it is in the cache
         if not self.overlap:
             return

@@ -172,6 +172,24 @@ def differentiating_between_two(model, optimizer, batches, sync):
                 loss_of(model, batch).backward()
 
 
+def differentiating_the_gradient(model, optimizer, batches, sync):
+    """The gradient's sum is a second loss; gradients are cleared in both ways."""
+    for step, batch in enumerate(batches):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        with sync.no_sync() if sync else torch.enable_grad():
+            loss_of(model, batch).backward(create_graph=True)
+        sum(p.grad.sum() for p in model.parameters()).backward()
+        optimizer.step()
+
+
+def with_graph(model, optimizer, batches, sync):
+    """As optimizers that estimate the Hessian need it."""
+    for step, batch in enumerate(batches):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        loss_of(model, batch).backward(create_graph=True)
+        optimizer.step()
+
+
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
 
@@ -225,6 +243,8 @@ CASES: dict[str, tuple[Callable, Callable, int]] = {  # script, optimizer, batch
     "own class": (thawing, own, 1),
     "activation checkpointing": (checkpointed, sgd, 1),
     "gradients between steps": (differentiating_between, sgd, 1),
+    "gradients with a graph": (with_graph, sgd, 1),
+    "gradients of gradients": (differentiating_the_gradient, sgd, 1),
 }
 
 
@@ -265,6 +285,7 @@ def trained(case: str, paradigm: str, comm: Any, folder: Any, accumulate: int = 
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("paradigm", PARADIGMS)
 def test_a_script_has_the_weights_of_plain_pytorch(comm, needs, folder, paradigm, case):
