@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from mpi4py import MPI
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hpcsync.config.errors import JobError, below
 from hpcsync.config.job import Job
@@ -145,6 +146,7 @@ class RankSession(Session):
         self._all_skipped = True  # all steps since then
         self._iterations: Iterations  # of a worker
         self._stepped = False
+        self._in_step = self._has_stepped = False  # whether a step of the script is under way, or was made
         super().__init__(rank=comm.rank, n_workers=job.cluster.workers)
         layers.share()
         self.flat.collect()
@@ -165,9 +167,11 @@ class RankSession(Session):
     def take_over(self) -> None:
         """Let the `step` of the script's optimizers be that of the session, until its end."""
         assert self._script is not None
+        self._hooks_of_optimizers: list[torch.utils.hooks.RemovableHandle] = []
         if self.worker is not None:
             self._checks = StepChecks(self._model, self._script.optimizers, self.flat)
-        self._hooks_of_state: list[torch.utils.hooks.RemovableHandle] = []
+            self._hooks_of_optimizers.append(register_optimizer_step_pre_hook(self._before_step_of_any))
+            self._hooks_of_optimizers.append(register_optimizer_step_post_hook(self._after_step_of_any))
         self._said_where_state_is = False
         self._taken = [optimizer.__dict__.get("step") for optimizer in self._script.optimizers]
         for index, optimizer in enumerate(self._script.optimizers):
@@ -178,8 +182,8 @@ class RankSession(Session):
                 optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler looks for
             optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # a GradScaler leaves it to `step`
             if self._steps_on_servers:
-                self._hooks_of_state.append(optimizer.register_state_dict_pre_hook(self._on_state_dict))
-                self._hooks_of_state.append(optimizer.register_load_state_dict_pre_hook(self._on_load_state_dict))
+                self._hooks_of_optimizers.append(optimizer.register_state_dict_pre_hook(self._on_state_dict))
+                self._hooks_of_optimizers.append(optimizer.register_load_state_dict_pre_hook(self._on_load_state_dict))
 
     @property
     def _steps_on_servers(self) -> bool:
@@ -211,6 +215,25 @@ class RankSession(Session):
     def _step(self, loss: torch.Tensor | float | None) -> None:
         """Use the gradient of the step under way."""
 
+    def _is_other(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether an optimizer steps that is neither the script's nor part of it."""
+        return not (self._in_step or any(optimizer is own for own in self._script.optimizers))  # type: ignore[union-attr]
+
+    def _before_step_of_any(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._is_other(optimizer):
+            self._has_stepped = False
+
+    def _after_step_of_any(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Raise JobError after a step that the script's optimizers have no part in."""
+        if self._has_stepped or not self._is_other(optimizer):
+            return
+        ours = {id(p) for p in self.flat.parameters}
+        if any(id(p) in ours for p in parameters_of(optimizer)):
+            raise JobError(
+                f"optimizer {type(optimizer).__name__}: must be given to connect: a step of another optimizer on the "
+                "model's parameters is made on this worker alone"
+            )
+
     def _on_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
         if self.worker == 0 and self._stepped and not self._said_where_state_is:
             self._said_where_state_is = True
@@ -228,7 +251,7 @@ class RankSession(Session):
         """Make the step of an optimizer of the script; as its own `step`, it returns what the closure returns."""
         script, loss = self._script, None
         assert script is not None
-        n = len(script.optimizers)
+        n, self._has_stepped = len(script.optimizers), True
         if self.worker is not None and self._is_left_over(self._iterations, n):
             return None
         optimizer: Any = script.optimizers[index]
@@ -242,10 +265,11 @@ class RankSession(Session):
         if not script.skips:
             unscale(optimizer)
         optimizer.grad_scale = optimizer.found_inf = None  # what has been dealt with
+        self._in_step = True
         try:
             self._step(None)
         finally:
-            script.stepping, script.skips = script.only, False
+            script.stepping, script.skips, self._in_step = script.only, False, False
         return loss
 
     def _is_unused(self) -> bool:
@@ -326,7 +350,7 @@ class RankSession(Session):
         self._heed_signals()
         sys.excepthook = self._excepthook
         if self._script is not None:
-            for hook in self._hooks_of_state:
+            for hook in self._hooks_of_optimizers:
                 hook.remove()
             for optimizer, step in zip(self._script.optimizers, self._taken, strict=True):
                 del optimizer.step, optimizer._step_supports_amp_scaling  # type: ignore[attr-defined]

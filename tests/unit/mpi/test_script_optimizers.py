@@ -878,6 +878,42 @@ def test_a_wrapper_of_accelerate_is_the_optimizer_within(comm, needs, folder, mo
     assert torch.allclose(found, plain("wrapped", comm.size - (paradigm == "bsp")), rtol=0, atol=1e-10)
 
 
+class Warmup(torch.optim.Optimizer):
+    """Sets the rates and steps with the optimizer that a script gives to `connect`."""
+
+    def __init__(self, optimizer):
+        super().__init__(optimizer.param_groups, {})
+        self.optimizer = optimizer
+
+    def step(self):
+        self.optimizer.step()
+
+
+@pytest.mark.parametrize("paradigm", ["bsp", "allreduce", "local-sgd", "easgd"])
+def test_a_step_of_another_optimizer_is_refused(comm, needs, folder, paradigm):
+    """Such as one created for the second half of the training; one that only calls the script's may step."""
+    needs(2)
+    model = Net().double()
+    first = sgd(model)
+    options = {"steps": 1} if paradigm == "local-sgd" else {}
+    optimizers = [Warmup(first)] * 2 + [sgd(model)]
+    steps = []
+    with hpcsync.connect(model, first, paradigm, out=folder / "run", comm=comm, **options) as sync:
+        for optimizer, batch in zip(optimizers, sync.shard(data(BATCH * sync.n_workers * 3), BATCH), strict=False):
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            if optimizer is optimizers[-1]:
+                with pytest.raises(JobError, match="optimizer SGD: must be given to connect: a step of another"):
+                    optimizer.step()
+                first.step()
+            else:
+                optimizer.step()
+            steps.append(optimizer)
+    assert steps == (optimizers if sync.worker is not None else [])
+    loss_of(model, data(BATCH).tensors).backward()
+    optimizers[-1].step()
+
+
 def test_servers_refuse_other_wrappers(comm, needs, folder):
     needs(2)
     model = Net().double()
