@@ -394,7 +394,7 @@ class RankSession(Session):
                 self._part()
                 together = survivors(self._comm) if self._tolerant else self._comm
                 complete = together.size == self._comm.size
-                self._layers.share(together)
+                self._layers.share(together, self._untrained)
                 self._share_kept(together)
                 if complete:
                     self._free()
@@ -410,6 +410,11 @@ class RankSession(Session):
         sys.stdout.flush()
         sys.stderr.flush()
         end_all(self._comm, error)
+
+    @property
+    def _untrained(self) -> list[torch.nn.Parameter]:
+        """Parameters of which all ranks get a worker's, where rank 0 is none."""
+        return []
 
     def _share_kept(self, comm: MPI.Intracomm) -> None:
         """Give the script's optimizers on all ranks what others have kept for them; collective over the survivors."""

@@ -47,16 +47,19 @@ class Layers:
         self.trained = model
         self.dead: set[int] = set()
 
-    def share(self, comm: MPI.Intracomm | None = None) -> None:
+    def share(self, comm: MPI.Intracomm | None = None, untrained: Sequence[nn.Parameter] = ()) -> None:
         """Broadcast rank 0's weights and buffers; collective.
 
         Parameters
         ----------
         comm
             Communicator of the surviving ranks, in which the rank 0 is the same; by default of all.
+        untrained
+            Parameters that are the last rank's instead.
         """
-        comm = comm or self._comm
-        share([*(p.detach() for p in self.model.parameters()), *self.model.buffers()], comm)
+        comm, others = comm or self._comm, {id(p) for p in untrained}
+        share([*(p.detach() for p in self.model.parameters() if id(p) not in others), *self.model.buffers()], comm)
+        share([p.detach() for p in untrained], comm, comm.size - 1)
 
     def compare(self, weights: torch.Tensor) -> None:
         """Compare the final weights of ranks that train the same layers, where `complete` does not; collective."""
@@ -137,7 +140,7 @@ class SeparatedLayers(Layers):
         self._positions = {half: positions(model, half) for half in (self.below, self.above)}
         self._all_below = trainable(self.below)
 
-    def share(self, comm: MPI.Intracomm | None = None) -> None:
+    def share(self, comm: MPI.Intracomm | None = None, untrained: Sequence[nn.Parameter] = ()) -> None:
         """Broadcast the layers below the cut to all ranks, and those above it to the fully-connected workers."""
         share([*(p.detach() for p in self.below.parameters()), *self.below.buffers()], self._comm)
         if self.is_fc:

@@ -92,6 +92,12 @@ class LinkedSession(RankSession):
         """Name of this rank's part of a checkpoint."""
         return self._link.roles.name(self.rank)
 
+    @property
+    def _untrained(self) -> list[torch.nn.Parameter]:
+        """Parameters that no optimizer has: a forward pass may change them, such as a moving average of others."""
+        trained = {id(p) for p in self.flat.parameters}
+        return [p for p in self._model.parameters() if id(p) not in trained]
+
     def _share_kept(self, comm: MPI.Intracomm) -> None:
         """Give all ranks' optimizers of the script what the servers' have kept; collective over the survivors.
 

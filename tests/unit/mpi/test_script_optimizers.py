@@ -6,6 +6,7 @@ Synchronous paradigms must then give the same weights, whatever the script's opt
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -295,6 +296,33 @@ def test_a_script_has_the_weights_of_plain_pytorch(comm, needs, folder, paradigm
     needs(servers + 1)
     found = trained(case, name, comm, folder, **settings)
     expected = plain(case, comm.size - servers if comm.size > 1 else 1)
+    assert torch.allclose(found, expected, rtol=0, atol=1e-10)
+
+
+class MovingAverage(nn.Module):
+    """A layer of which it keeps a moving average, without an optimizer, and uses it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layer, self.average = nn.Linear(6, 1), nn.Linear(6, 1).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            for average, p in zip(self.average.parameters(), self.layer.parameters(), strict=True):
+                average.lerp_(p, 0.1)
+        return self.layer(x) + 0.5 * self.average(x)
+
+
+@pytest.mark.parametrize("paradigm", PARADIGMS)
+def test_what_a_model_itself_keeps_is_a_workers_at_the_end(comm, needs, folder, monkeypatch, paradigm):
+    name, settings = paradigm.partition(",")[0], PARADIGMS[paradigm]
+    servers = settings.get("servers", 1 if name == "bsp" else 0)
+    needs(servers + 1)
+    monkeypatch.setattr(sys.modules[__name__], "Net", MovingAverage)
+    monkeypatch.setitem(CASES, "average", (with_closure, lambda model: sgd(model.layer), 1))
+    found = trained("average", name, comm, folder, **settings)
+    expected = plain("average", comm.size - servers if comm.size > 1 else 1)
     assert torch.allclose(found, expected, rtol=0, atol=1e-10)
 
 
