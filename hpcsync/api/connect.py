@@ -113,7 +113,8 @@ def connect(
     optimizer : torch.optim.Optimizer or list of torch.optim.Optimizer
         The script's optimizer, with any number of parameter groups, or a list of several. It may have a state already
         (`load_state_dict`). Of the model's parameters those in its groups are trained, also those that are frozen at
-        first and trained later; the others keep their values. Its `step` is the step of the session until the end of
+        first and trained later; the others keep their values, or end as one worker's script or model has changed them,
+        such as a moving average. Its `step` is the step of the session until the end of
         the `with` block.
 
         It runs on the servers: any optimizer of torch.optim, or one like them, that needs no closure and no sparse
@@ -226,7 +227,7 @@ def connect(
         raise JobError(
             'on_death = "restart": must be "end" or "continue" in a script, whose ranks another program starts'
         )
-    models = [model] if isinstance(model, torch.nn.Module) else [*model]
+    models, given = _listed(model, torch.nn.Module, "model"), _listed(optimizer, torch.optim.Optimizer, "optimizer")
     if comm is None and launcher.under_launcher():
         loader_processes.start(tensor for each in models for tensor in chain(each.parameters(), each.buffers()))
     comm = comm or world()
@@ -245,7 +246,6 @@ def connect(
         agree(comm, lambda: loggers.load(log, "log"))
         before = agree(comm, lambda: layout.going_on(out, resume))
         n_workers = comm.size - servers if before is None or before.job.needs_all else before.job.cluster.workers
-    given = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
     optimizers = tuple(map(unwrapped, given))
     model = models[0] if len(models) == 1 else torch.nn.ModuleList(models)
     parameters = _parameters(optimizers, model)
@@ -586,6 +586,15 @@ def _checkpoint_lines(checkpoints: Checkpoints) -> Iterator[str]:
         yield f"resuming from {checkpoints.resumed}"
     if not checkpoints.shared:
         yield f"no checkpoints: {checkpoints.folder} is not visible on every host"
+
+
+def _listed(given: Any, kind: type[T], name: str) -> list[T]:
+    """Return what a script gave, one object or a list of several; raise JobError if one is of another kind."""
+    found = [*given] if isinstance(given, list | tuple) else [given]
+    for each in found:
+        if not isinstance(each, kind):
+            raise JobError(f"{name}: must be a torch {kind.__name__} or a list of them, not {type(each).__name__}")
+    return found
 
 
 def _parameters(optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Module) -> list[torch.nn.Parameter]:

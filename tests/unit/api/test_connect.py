@@ -222,12 +222,20 @@ def lbfgs(model):
     return torch.optim.LBFGS(model.parameters())
 
 
+def rates(model):
+    return torch.optim.lr_scheduler.LinearLR(sgd(model))
+
+
 @pytest.mark.parametrize(
     ("make", "settings", "message"),
     [
         (foreign, {}, "optimizer: must have parameters of the model only"),
         (lbfgs, {}, "optimizer LBFGS: must be one without a closure"),
         (twice, {}, "optimizer: must have each parameter once"),
+        (rates, {}, "optimizer: must be a torch Optimizer or a list of them, not LinearLR"),
+        (lambda model: [sgd(model), rates(model)], {}, "optimizer: .*, not LinearLR"),
+        (lambda model: {"all": sgd(model)}, {}, "optimizer: .*, not dict"),
+        (lambda model: None, {}, "optimizer: .*, not NoneType"),
         (sgd, {"clip_norm": 0.0}, "optimizer.clip_norm = 0.0: must be"),
         (sgd, {"paradigm": "bps"}, 'paradigm.name = "bps": must be one of .*; did you mean bsp?'),
         (sgd, {"staleness": 3}, "paradigm.staleness = 3: unknown key"),
@@ -256,6 +264,12 @@ def test_refused_settings(model, make, settings, message):
     with pytest.raises(JobError, match=message) as caught:
         connect(model, make(model), **settings)
     assert "\n" not in str(caught.value)
+
+
+def test_what_is_no_model_is_refused(model):
+    for given in (sgd(model), torch.nn.Linear, {"net": model}, [model, sgd(model)]):
+        with pytest.raises(JobError, match="^model: must be a torch Module or a list of them, not (SGD|type|dict)$"):
+            connect(given, sgd(model))
 
 
 def test_window_of_sync_switch(model):
