@@ -97,7 +97,8 @@ class LocalSession(Session):
         self._check(optimizer)
         if self._clip_norm is not None:
             unscale(optimizer)
-            optimizer.grad_scale = None  # what has been dealt with
+            if hasattr(optimizer, "grad_scale"):  # of a GradScaler, which removes it
+                optimizer.grad_scale = None  # what has been dealt with
             torch.nn.utils.clip_grad_norm_(list(parameters_of(optimizer)), self._clip_norm)
         optimizer._opt_called = True  # what a scheduler looks for
         with scaled_rates(optimizer, self._lr(self._samples, self._updates, 1)):

@@ -264,7 +264,8 @@ class RankSession(Session):
         script.skips = bool(getattr(optimizer, "found_inf", 0.0))  # set by a GradScaler
         if not script.skips:
             unscale(optimizer)
-        optimizer.grad_scale = optimizer.found_inf = None  # what has been dealt with
+        if hasattr(optimizer, "grad_scale"):  # of a GradScaler, which removes both
+            optimizer.grad_scale = optimizer.found_inf = None  # what has been dealt with
         self._in_step = True
         try:
             self._step(None)

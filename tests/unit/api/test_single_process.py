@@ -35,9 +35,14 @@ def test_what_is_clipped_is_the_gradient_without_the_scale_of_a_scaler(fused):
     model = nn.Linear(4, 1)
     sgd = torch.optim.SGD(model.parameters(), lr=1.0, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    before = torch.cat([p.detach().flatten() for p in model.parameters()])
     with hpcsync.connect(model, sgd, clip_norm=0.001) as sync:
-        for x, y in sync.shard(DataLoader(DATA, 24)):
+        for step, (x, y) in enumerate(sync.shard(DataLoader(DATA, 12))):
+            if step == 0:  # without the scaler
+                nn.functional.mse_loss(model(x), y + 5.0).backward()
+                sgd.step()
+                sgd.zero_grad()
+                before = torch.cat([p.detach().flatten() for p in model.parameters()])
+                continue
             scaler.scale(nn.functional.mse_loss(model(x), y + 5.0)).backward()
             scaler.step(sgd)
             scaler.update()

@@ -191,6 +191,20 @@ def with_graph(model, optimizer, batches, sync):
         optimizer.step()
 
 
+def scaling_later(model, optimizer, batches, sync):
+    """A scaler is used from step 2 on."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    for step, batch in enumerate(batches):
+        optimizer.zero_grad()
+        if step < 2:
+            loss_of(model, batch).backward()
+            optimizer.step()
+        else:
+            scaler.scale(loss_of(model, batch)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
 
@@ -244,6 +258,7 @@ CASES: dict[str, tuple[Callable, Callable, int]] = {  # script, optimizer, batch
     "own class": (thawing, own, 1),
     "activation checkpointing": (checkpointed, sgd, 1),
     "gradients between steps": (differentiating_between, sgd, 1),
+    "scaling later": (scaling_later, sgd, 1),
     "gradients with a graph": (with_graph, sgd, 1),
     "gradients of gradients": (differentiating_the_gradient, sgd, 1),
 }
