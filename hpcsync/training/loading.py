@@ -412,7 +412,8 @@ def _samplers(loader: DataLoader[Any]) -> list[Any]:
 
 def _is_torchs(data: Any) -> bool:
     """Return whether this is a data loader that iterates as torch's does."""
-    return isinstance(data, DataLoader) and type(data).__iter__ is DataLoader.__iter__
+    own = ("__iter__", "_get_iterator")
+    return isinstance(data, DataLoader) and all(getattr(type(data), name) is getattr(DataLoader, name) for name in own)
 
 
 def _is_default(loader: DataLoader[Any]) -> bool:

@@ -268,6 +268,18 @@ def test_loaders_of_other_libraries_and_their_nested_batches():
     ]  # fmt: skip
 
 
+class Filtering(DataLoader):
+    """Changes batches in the process that trains, as the loaders of PyTorch Geometric do."""
+
+    def _get_iterator(self) -> Iterator[Any]:
+        return (-batch for batch in super()._get_iterator())
+
+
+def test_a_loader_with_an_iterator_of_its_own_is_used_as_it_is():
+    found = [used(Filtering(Data(), 4, shuffle=True), worker, n_workers=2) for worker in range(2)]
+    assert sorted(flat(flat(found))) == [*range(1 - SIZE, 1)]
+
+
 @pytest.mark.parametrize("n_processes", [0, 2])
 def test_processes_of_a_loader_divide_the_stream(n_processes):
     found = [used(DataLoader(Stream(), 4, num_workers=n_processes), worker) for worker in range(3)]
