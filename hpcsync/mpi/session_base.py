@@ -392,6 +392,7 @@ class RankSession(Session):
             try:
                 if self._checks is not None and self._checks.ended():
                     raise JobError(f"worker {self.worker}: {WRONG[Problem.MODEL_CHANGED]}")
+                self._buffers.refuse_others()
                 self._part()
                 together = survivors(self._comm) if self._tolerant else self._comm
                 complete = together.size == self._comm.size

@@ -15,6 +15,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import update_bn
 
+from hpcsync.config.errors import JobError
+
 Calibrate = Callable[[nn.Module], None]  # recomputes the running statistics of a model
 
 WORD_BYTES = 8
@@ -37,7 +39,7 @@ class Buffers:
     Attributes
     ----------
     n_words
-        Number of words of 8 bytes; 0 if the model has no buffers.
+        Number of words of 8 bytes; 0 if the model has no buffers. Empty ones have a word: they are looked at, too.
     """
 
     def __init__(self, model: nn.Module, choice: str = "worker") -> None:
@@ -49,7 +51,7 @@ class Buffers:
         for buffer in buffers.values():
             begin, end = end, end + math.ceil(buffer.nbytes / ALIGNMENT_BYTES) * ALIGNMENT_BYTES // WORD_BYTES
             self._spans.append((begin, end, buffer.nbytes))
-        self.n_words = end
+        self.n_words = max(end, int(bool(buffers)))
         self._device = next((buffer.device for buffer in buffers.values()), torch.device("cpu"))
 
     def new(self) -> torch.Tensor:
@@ -61,11 +63,11 @@ class Buffers:
 
         Raises
         ------
-        RuntimeError
+        JobError
             If the model no longer has the same buffers.
         """
         if buffers is None:
-            self._refuse_others()
+            self.refuse_others()
             buffers = dict(self._model.named_buffers())  # looked up, since a forward pass may replace them
         vector = self.new()
         for view, (name, _, _) in zip(self._views(vector), self._layout, strict=True):
@@ -85,7 +87,7 @@ class Buffers:
         """
         if not vectors or not self.n_words:
             return
-        self._refuse_others()
+        self.refuse_others()
         taken = [self._views(vector.to(self._device)) for vector in vectors]
         with torch.no_grad():
             for index, buffer in enumerate(self._model.buffers()):
@@ -106,10 +108,11 @@ class Buffers:
     def _found(self) -> list[tuple[str, torch.Size, torch.dtype]]:
         return [(name, buffer.shape, buffer.dtype) for name, buffer in self._model.named_buffers()]
 
-    def _refuse_others(self) -> None:
+    def refuse_others(self) -> None:
+        """Raise JobError if the model no longer has the same buffers."""
         if (found := self._found()) != self._layout:
             names = sorted({name for name, *_ in set(found) ^ set(self._layout)})
-            raise RuntimeError(
+            raise JobError(
                 f"the model's buffers {', '.join(names)} have been added, removed, or changed in shape or type since "
                 "the run began"
             )

@@ -17,6 +17,8 @@ from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
 from hpcsync.core.job_validation import check, optimizer_spec
 from hpcsync.mpi.server.buffer_rows import BufferRows
+from hpcsync.mpi.transport.thread_ranks import run
+from hpcsync.mpi.transport.ulfm import RankFailed
 from hpcsync.trace.reader import load
 from hpcsync.training.buffers import Buffers
 from hpcsync.workloads.calibration import calibration
@@ -370,5 +372,37 @@ def test_buffers_that_change_their_shape_are_refused(comm, only, folder, monkeyp
     found = Buffers(model)
     found.packed()
     model.register_buffer("late", torch.zeros(2))
-    with pytest.raises(RuntimeError, match="the model's buffers late have been added"):
+    with pytest.raises(JobError, match="the model's buffers late have been added"):
         found.packed()
+
+
+class Growing(torch.nn.Module):
+    """Keeps all that it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+        self.register_buffer("seen", torch.zeros(0, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = torch.cat([self.seen, x.detach()])
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("paradigm", ["bsp", "allreduce", "easgd"])
+def test_a_buffer_that_grows_from_nothing_is_refused(folder, capsys, paradigm):
+    """It would be broadcast in another length on each rank at the end."""
+
+    def script(comm: Any) -> None:
+        model = Growing()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with hpcsync.connect(model, optimizer, paradigm, comm=comm, out=folder / "run") as sync:
+            for (x,) in sync.shard(torch.utils.data.TensorDataset(torch.ones(48, 4)), batch_size=4):
+                optimizer.zero_grad()
+                model(x).sum().backward()
+                optimizer.step()
+
+    with pytest.raises((JobError, RankFailed)):
+        run(3, script, limit_s=10)
+    line = "the model's buffers seen have been added, removed, or changed in shape or type since the run began"
+    assert f"failed: {line}\n" in capsys.readouterr().err

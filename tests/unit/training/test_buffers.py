@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from hpcsync.config.errors import JobError
 from hpcsync.training.buffers import Buffers, recompute_statistics
 
 
@@ -74,7 +75,7 @@ def test_other_buffers_than_at_the_beginning_are_refused():
     vector = buffers.packed()
     model.norm.running_mean = torch.zeros(4)
     for use in (buffers.packed, lambda: buffers.adopt([vector])):
-        with pytest.raises(RuntimeError, match=r"buffers norm\.running_mean have been added, removed, or changed"):
+        with pytest.raises(JobError, match=r"buffers norm\.running_mean have been added, removed, or changed"):
             use()
 
 
