@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 
 from hpcsync.config import torch_optimizers
 from hpcsync.config.errors import JobError, shown
@@ -131,6 +132,9 @@ def check_model(
     JobError
         If the model does not fit the job.
     """
+    for tensor_name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise JobError(f"{name}: {tensor_name} must have its shape: call the model once before connect")
     try:
         trained = trainable(model) if parameters is None else parameters
         size = sum(parameter.numel() for parameter in trained)
@@ -149,6 +153,9 @@ def check_model(
     for buffer_name, buffer in model.named_buffers():
         if buffer.layout != torch.strided or buffer.is_quantized:
             raise JobError(f"{name}: the buffer {buffer_name} must be a dense tensor")
+    for key, value in model.state_dict().items():
+        if isinstance(value, torch.Tensor) and value.dtype in (torch.complex32, torch.complex128):
+            raise JobError(f"{name}: {key} must not be {value.dtype}, which weights.safetensors cannot hold")
     if job.paradigm.separates_layers and job.evaluation.buffers == "mean" and any(True for _ in model.buffers()):
         raise JobError(
             f'evaluation.buffers = "mean": must be another with paradigm.name = "{job.paradigm.name}", where no worker '

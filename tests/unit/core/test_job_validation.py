@@ -247,6 +247,28 @@ def test_buffers_are_dense():
         check_model(make_job(), model, "mine")
 
 
+def test_lazy_modules_have_been_called():
+    model = torch.nn.Sequential(torch.nn.LazyLinear(3), torch.nn.LazyBatchNorm1d(affine=False))
+    for missing, batch in (("0.weight", None), ("1.running_mean", torch.ones(2, 2))):
+        if batch is not None:
+            model[0](batch)
+        with pytest.raises(JobError, match=f"^mine: {missing} must have its shape: call the model once"):
+            check_model(make_job(), model, "mine")
+    model(torch.ones(2, 2))
+    check_model(make_job(), model, "mine")
+
+
+def test_what_cannot_be_written_at_the_end_is_refused_before():
+    model = torch.nn.Linear(2, 3)
+    model.register_buffer("turns", torch.ones(2, dtype=torch.complex128), persistent=False)
+    check_model(make_job(), model, "mine")
+    model.register_buffer("angles", torch.ones(2, dtype=torch.complex64))
+    check_model(make_job(), model, "mine")
+    model.register_buffer("waves", torch.ones(2, dtype=torch.complex128))
+    with pytest.raises(JobError, match="^mine: waves must not be torch.complex128, which weights.safetensors cannot"):
+        check_model(make_job(), model, "mine")
+
+
 @pytest.mark.parametrize(("choice", "allowed"), [("worker", True), ("mean", False)])
 def test_separated_layers_have_no_mean_of_the_buffers(choice, allowed):
     tables = {"paradigm": {"name": "stanza", "cut": "2", "fc_workers": 1}, "evaluation": {"buffers": choice}}
