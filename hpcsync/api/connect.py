@@ -505,7 +505,8 @@ def agree(comm: MPI.Intracomm, on_rank_0: Callable[[], T]) -> T:
 
 def _refuse_differences(comm: MPI.Intracomm, job: Job, model: torch.nn.Module) -> None:
     """Raise JobError unless every rank has the same model, device and settings."""
-    tensors = {**model.state_dict(), **dict(model.named_buffers())}  # buffers need not be in the state
+    values = {**model.state_dict(), **dict(model.named_buffers())}  # buffers need not be in the state
+    tensors = {key: value for key, value in values.items() if isinstance(value, torch.Tensor)}
     state = [(key, tuple(value.shape), str(value.dtype)) for key, value in tensors.items()]
     trained = [p.requires_grad for p in model.parameters()]
     all_ranks = comm.allgather((repr(job), device_of(model).type, state, trained))

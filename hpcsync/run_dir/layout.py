@@ -267,12 +267,21 @@ def _taken(folder: Path, name: str) -> JobError:
 
 
 def save_weights(folder: Path, model: torch.nn.Module) -> None:
-    """Write the model's state dictionary into the folder, tied weights under each of their names. Raises NotWritten."""
+    """Write the tensors of the model's state dictionary into the folder, tied weights under each of their names.
+
+    Raises
+    ------
+    NotWritten
+        If they cannot be written.
+    """
     from safetensors.torch import save_file
+    from torch import Tensor
 
     state: dict[str, torch.Tensor] = {}
     written: set[int] = set()
     for key, value in model.state_dict().items():
+        if not isinstance(value, Tensor):  # of `get_extra_state`
+            continue
         state[key] = value.cpu().contiguous()
         if state[key].data_ptr() in written:  # which the format refuses
             state[key] = state[key].clone()

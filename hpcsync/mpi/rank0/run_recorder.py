@@ -240,7 +240,10 @@ class RunRecorder(Generic[C]):
 
 
 def _copy_of(given: Given) -> FlatModel:
-    model = copy.deepcopy(given.model)
+    # Attributes that the forward pass computes anew, as `torch.nn.utils.prune` has them, cannot be copied otherwise.
+    attributes = [value for module in given.model.modules() for value in vars(module).values()]
+    computed = [value for value in attributes if isinstance(value, torch.Tensor) and not value.is_leaf]
+    model = copy.deepcopy(given.model, {id(value): value.detach().clone() for value in computed})
     return FlatModel(model, given.parameters(model))
 
 

@@ -9,6 +9,8 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.utils.prune
+from safetensors.torch import load_file
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
@@ -103,6 +105,47 @@ def test_all_of_rank_0s_model_is_broadcast(comm, folder, piece, monkeypatch):
     everybody = comm.allgather(mine)
     assert all(torch.equal(state[key], everybody[0][key]) for state in everybody for key in mine)
     assert comm.rank or torch.equal(mine["count"], torch.tensor(0))
+
+
+class Counted(torch.nn.Module):
+    """Has a state that is no tensor, and a weight that is computed in each forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.utils.prune.random_unstructured(torch.nn.Linear(6, 1), "weight", 0.5)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": 1}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        pass
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("paradigm", ["bsp", "allreduce"])
+def test_a_pruned_model_with_a_state_of_its_own_is_evaluated_and_saved(comm, needs, folder, paradigm):
+    needs(2)
+    torch.manual_seed(1)
+    model, data = Counted(), problem()[1]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    judged = []
+
+    def evaluate(copy: torch.nn.Module) -> tuple[float, float]:
+        judged.append(torch.nn.functional.mse_loss(copy(data.tensors[0]), data.tensors[1]).item())
+        return judged[-1], 0.0
+
+    settings = {"evaluate": evaluate, "every_samples": 16, "out": folder / "run", "comm": comm}
+    with hpcsync.connect(model, optimizer, paradigm, **settings) as sync:
+        for x, y in sync.shard(data, batch_size=8):
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+    if comm.rank == 0:
+        assert evaluate(model)[0] == judged[-2] < judged[0]
+        saved = load_file(folder / "run" / "weights.safetensors")
+        assert torch.equal(saved["layer.weight_orig"], model.layer.weight_orig)
 
 
 def test_differing_models_and_settings_are_refused_on_every_rank(comm, needs, folder):
