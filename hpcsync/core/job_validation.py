@@ -153,6 +153,7 @@ def check_model(
     for buffer_name, buffer in model.named_buffers():
         if buffer.layout != torch.strided or buffer.is_quantized:
             raise JobError(f"{name}: the buffer {buffer_name} must be a dense tensor")
+    _refuse_aliases(name, model, trained)
     for key, value in model.state_dict().items():
         if isinstance(value, torch.Tensor) and value.dtype in (torch.complex32, torch.complex128):
             raise JobError(f"{name}: {key} must not be {value.dtype}, which weights.safetensors cannot hold")
@@ -162,6 +163,19 @@ def check_model(
             "trains the whole model"
         )
     return halves
+
+
+def _refuse_aliases(name: str, model: torch.nn.Module, trained: Sequence[torch.nn.Parameter]) -> None:
+    """Raise JobError if a trained parameter has the memory of another tensor of the model: it will get its own."""
+    names: dict[int, str] = {}
+    its_own = {id(p) for p in trained}
+    tensors = sorted((*model.named_parameters(), *model.named_buffers()), key=lambda item: id(item[1]) not in its_own)
+    for key, tensor in tensors:
+        place = tensor.data_ptr() if tensor.numel() else 0
+        if place in names:
+            raise JobError(f"{name}: {key} must not share memory with {names[place]}: let both be one parameter")
+        if place and id(tensor) in its_own:
+            names[place] = key
 
 
 @contextmanager

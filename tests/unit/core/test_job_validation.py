@@ -258,6 +258,27 @@ def test_lazy_modules_have_been_called():
     check_model(make_job(), model, "mine")
 
 
+def test_trained_parameters_share_no_memory():
+    """Such as after `decoder.weight.data = encoder.weight.data`: training would untie them."""
+    model = torch.nn.ModuleList([torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3, bias=False)])
+    model.append(model[0])  # the same parameter
+    model.register_parameter("none", torch.nn.Parameter(torch.empty(0)))
+    check_model(make_job(), model, "mine")
+    model[1].weight.data = model[0].weight.data
+    with pytest.raises(
+        JobError, match="^mine: 1.weight must not share memory with 0.weight: let both be one parameter$"
+    ):
+        check_model(make_job(), model, "mine")
+    model[0].weight.requires_grad_(False)
+    with pytest.raises(JobError, match="^mine: 0.weight must not share memory with 1.weight"):
+        check_model(make_job(), model, "mine")
+    del model[1:]
+    model[0].requires_grad_(True)
+    model.register_buffer("view", model[0].weight.detach()[0])
+    with pytest.raises(JobError, match="^mine: view must not share memory with 0.weight"):
+        check_model(make_job(), model, "mine")
+
+
 def test_what_cannot_be_written_at_the_end_is_refused_before():
     model = torch.nn.Linear(2, 3)
     model.register_buffer("turns", torch.ones(2, dtype=torch.complex128), persistent=False)
