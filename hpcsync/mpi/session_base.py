@@ -146,7 +146,7 @@ class RankSession(Session):
         self._all_skipped = True  # all steps since then
         self._iterations: Iterations  # of a worker
         self._stepped = False
-        self._in_step = self._has_stepped = False  # whether a step of the script is under way, or was made
+        self._has_stepped = False  # whether a step that is under way is one of the script
         super().__init__(rank=comm.rank, n_workers=job.cluster.workers)
         layers.share()
         self.flat.collect()
@@ -168,6 +168,7 @@ class RankSession(Session):
         """Let the `step` of the script's optimizers be that of the session, until its end."""
         assert self._script is not None
         self._hooks_of_optimizers: list[torch.utils.hooks.RemovableHandle] = []
+        self._trained = {id(p) for p in self.flat.parameters}
         if self.worker is not None:
             self._checks = StepChecks(self._model, self._script.optimizers, self.flat)
             self._hooks_of_optimizers.append(register_optimizer_step_pre_hook(self._before_step_of_any))
@@ -215,23 +216,21 @@ class RankSession(Session):
     def _step(self, loss: torch.Tensor | float | None) -> None:
         """Use the gradient of the step under way."""
 
-    def _is_other(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether an optimizer steps that is neither the script's nor part of it."""
-        return not (self._in_step or any(optimizer is own for own in self._script.optimizers))  # type: ignore[union-attr]
+    def _is_of_script(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether an optimizer steps on the parameters of the run, and the run itself does not make the step."""
+        assert self._script is not None
+        return not self._script.makes_step and any(id(p) in self._trained for p in parameters_of(optimizer))
 
     def _before_step_of_any(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if self._is_other(optimizer):
+        if self._is_of_script(optimizer):
             self._has_stepped = False
 
     def _after_step_of_any(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Raise JobError after a step that the script's optimizers have no part in."""
-        if self._has_stepped or not self._is_other(optimizer):
-            return
-        ours = {id(p) for p in self.flat.parameters}
-        if any(id(p) in ours for p in parameters_of(optimizer)):
+        """Raise JobError after a step that has not called that of the session."""
+        if self._is_of_script(optimizer) and not self._has_stepped:
             raise JobError(
-                f"optimizer {type(optimizer).__name__}: must be given to connect: a step of another optimizer on the "
-                "model's parameters is made on this worker alone"
+                f"optimizer {type(optimizer).__name__}: must be given to connect, and its step be called after that: "
+                "this step on the model's parameters was made on this worker alone"
             )
 
     def _on_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
@@ -266,11 +265,10 @@ class RankSession(Session):
             unscale(optimizer)
         if hasattr(optimizer, "grad_scale"):  # of a GradScaler, which removes both
             optimizer.grad_scale = optimizer.found_inf = None  # what has been dealt with
-        self._in_step = True
         try:
             self._step(None)
         finally:
-            script.stepping, script.skips, self._in_step = script.only, False, False
+            script.stepping, script.skips = script.only, False
         return loss
 
     def _is_unused(self) -> bool:

@@ -103,6 +103,8 @@ class ScriptOptimizers:
         True if the step under way must change nothing, because a gradient is not finite (GradScaler).
     before
         Index of the optimizer of the latest step on this worker; -1 before the first.
+    makes_step
+        True while an optimizer's own step is made on this worker.
     """
 
     def __init__(
@@ -111,7 +113,7 @@ class ScriptOptimizers:
         self.optimizers, self.flat, self.clip_norm = optimizers, flat, clip_norm
         self.only = 0 if len(optimizers) == 1 else None
         self.stepping, self.skips = self.only, False
-        self.before = -1
+        self.before, self.makes_step = -1, False
         self.steps = [optimizer.step for optimizer in optimizers]  # before a session takes them over
         self.numbers = tuple(chain.from_iterable(_numbers(index, each) for index, each in enumerate(optimizers)))
         self._rates: list[float] = []  # of all groups, as last told
@@ -441,7 +443,9 @@ class OwnOptimizer(WorkerOptimizer):
             torch.nn.utils.clip_grad_norm_(list(parameters_of(optimizer)), script.clip_norm)
         with scaled_rates(optimizer, lr):
             self._lr[at_optimizer] = [float(group["lr"]) for group in optimizer.param_groups]
+            script.makes_step = True
             script.steps[at_optimizer]()
+            script.makes_step = False
         script.flat.collect()
 
     def drop_look_ahead(self) -> None:

@@ -934,20 +934,24 @@ class Warmup(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("paradigm", ["bsp", "allreduce", "local-sgd", "easgd"])
 def test_a_step_of_another_optimizer_is_refused(comm, needs, folder, paradigm):
-    """Such as one created for the second half of the training; one that only calls the script's may step."""
+    """Such as one created for the second half of the training; one that only calls the script's may step.
+
+    So is the step of the script's optimizer as it was before.
+    """
     needs(2)
     model = Net().double()
     first = sgd(model)
     options = {"steps": 1} if paradigm == "local-sgd" else {}
-    optimizers = [Warmup(first)] * 2 + [sgd(model)]
+    kept_step, optimizers = first.step, [Warmup(first)] * 2 + [sgd(model)]
     steps = []
     with hpcsync.connect(model, first, paradigm, out=folder / "run", comm=comm, **options) as sync:
         for optimizer, batch in zip(optimizers, sync.shard(data(BATCH * sync.n_workers * 3), BATCH), strict=False):
             optimizer.zero_grad()
             loss_of(model, batch).backward()
             if optimizer is optimizers[-1]:
-                with pytest.raises(JobError, match="optimizer SGD: must be given to connect: a step of another"):
-                    optimizer.step()
+                for step in (optimizer.step, kept_step):
+                    with pytest.raises(JobError, match="optimizer SGD: must be given to connect, and its step be call"):
+                        step()
                 first.step()
             else:
                 optimizer.step()
@@ -976,6 +980,23 @@ def test_the_state_that_an_optimizer_has_may_be_loaded_again(comm, needs, folder
         with pytest.raises(RuntimeError, match="its state is on the servers by now"):
             optimizer.load_state_dict(state)
         with_closure(model, optimizer, sync.shard(data(BATCH * STEPS * comm.size), BATCH), sync)
+
+
+def test_a_step_within_a_backward_pass_is_refused_where_backward_forms_the_mean(comm, needs, folder):
+    needs(2)
+    model = Net().double()
+    optimizers = [torch.optim.SGD([p], lr=0.05) for p in model.parameters()]
+    with hpcsync.connect(model, optimizers, "allreduce", out=folder / "run", comm=comm) as sync:
+        model.head.bias.register_post_accumulate_grad_hook(lambda p: optimizers[-1].step())
+        for batch in sync.shard(data(BATCH * comm.size), BATCH):
+            with pytest.raises(JobError, match='step: must not be called within backward with paradigm.name = "allr'):
+                loss_of(model, batch).backward()
+            model.head.bias._post_accumulate_grad_hooks.clear()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            for optimizer in optimizers:
+                optimizer.step()
 
 
 def test_a_backward_pass_within_another_is_refused_where_backward_forms_the_mean(comm, needs, folder):
