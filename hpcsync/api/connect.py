@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import traceback
@@ -607,8 +608,12 @@ def _parameters(optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Mod
         If an optimizer cannot run, or has a parameter that is not the model's or that another one has.
     """
     for optimizer in optimizers:
-        if isinstance(optimizer, tuple(REFUSED)):
-            raise JobError(f"optimizer {type(optimizer).__name__}: must be one without {REFUSED[type(optimizer)]}")
+        refused = next((each for each in REFUSED if isinstance(optimizer, each)), None)
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        if refused is None and closure is not None and closure.default is inspect.Parameter.empty:
+            refused = torch.optim.LBFGS  # another like it
+        if refused is not None:
+            raise JobError(f"optimizer {type(optimizer).__name__}: must be one without {REFUSED[refused]}")
     given = [p for optimizer in optimizers for p in parameters_of(optimizer)]
     own = {id(p) for p in model.parameters()}
     if any(id(p) not in own for p in given):

@@ -189,6 +189,8 @@ def _read_parts(parts: Sequence[torch.Tensor], worker: int, read: Read, buffers:
 def share(tensors: Iterable[torch.Tensor], comm: MPI.Intracomm, root: int = 0) -> None:
     """Broadcast a rank's values, of any type, through host memory, because MPI collectives get no device pointers."""
     for tensor in tensors:
+        if tensor.numel() == 0:  # `numpy` would forbid a buffer to be resized
+            continue
         values = tensor.detach().cpu().contiguous()  # shares the tensor's memory if possible
         octets = values.reshape(-1).view(torch.uint8).numpy()
         for begin in range(0, len(octets), BCAST_BYTES):  # Open MPI takes fewer than 2^31 elements

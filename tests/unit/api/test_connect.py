@@ -222,6 +222,18 @@ def lbfgs(model):
     return torch.optim.LBFGS(model.parameters())
 
 
+class Own(torch.optim.Optimizer):
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    def step(self, closure):
+        closure()
+
+
+class Derived(torch.optim.LBFGS):
+    pass
+
+
 def rates(model):
     return torch.optim.lr_scheduler.LinearLR(sgd(model))
 
@@ -231,6 +243,8 @@ def rates(model):
     [
         (foreign, {}, "optimizer: must have parameters of the model only"),
         (lbfgs, {}, "optimizer LBFGS: must be one without a closure"),
+        (lambda model: Own(model.parameters()), {}, "optimizer Own: must be one without a closure"),
+        (lambda model: Derived(model.parameters()), {}, "optimizer Derived: must be one without a closure"),
         (twice, {}, "optimizer: must have each parameter once"),
         (rates, {}, "optimizer: must be a torch Optimizer or a list of them, not LinearLR"),
         (lambda model: [sgd(model), rates(model)], {}, "optimizer: .*, not LinearLR"),
