@@ -154,6 +154,8 @@ def check_model(
         if buffer.layout != torch.strided or buffer.is_quantized:
             raise JobError(f"{name}: the buffer {buffer_name} must be a dense tensor")
     _refuse_aliases(name, model, trained)
+    if job.cluster.workers > 1 and (job.one_model or not job.steps_on_workers):
+        _refuse_renormalisation(job, name, model, trained)
     for key, value in model.state_dict().items():
         if isinstance(value, torch.Tensor) and value.dtype in (torch.complex32, torch.complex128):
             raise JobError(f"{name}: {key} must not be {value.dtype}, which weights.safetensors cannot hold")
@@ -176,6 +178,18 @@ def _refuse_aliases(name: str, model: torch.nn.Module, trained: Sequence[torch.n
             raise JobError(f"{name}: {key} must not share memory with {names[place]}: let both be one parameter")
         if place and id(tensor) in its_own:
             names[place] = key
+
+
+def _refuse_renormalisation(job: Job, name: str, model: torch.nn.Module, trained: Sequence[torch.nn.Parameter]) -> None:
+    """Raise JobError if a forward pass changes trained weights: each worker's would change the rows that it uses."""
+    its_own = {id(p) for p in trained}
+    for key, module in model.named_modules():
+        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.max_norm is not None:
+            if id(module.weight) in its_own:
+                raise JobError(
+                    f"{name}: {key} must have no max_norm with paradigm.name = {shown(job.paradigm.name)}: its forward "
+                    "pass changes weights on one worker alone"
+                )
 
 
 @contextmanager

@@ -279,6 +279,21 @@ def test_trained_parameters_share_no_memory():
         check_model(make_job(), model, "mine")
 
 
+def test_a_forward_pass_changes_no_weights_that_workers_share():
+    model = torch.nn.Sequential(torch.nn.Embedding(4, 3), torch.nn.EmbeddingBag(4, 3, max_norm=1.0))
+    other = [model[0].weight]
+    for paradigm in ({"name": "bsp"}, {"name": "allreduce"}):
+        check_model(make_job(paradigm=paradigm, cluster={"workers": 1}), model, "mine")
+        several = make_job(paradigm=paradigm, cluster={"workers": 2})
+        check_model(several, model, "mine", parameters=other)
+        with pytest.raises(
+            JobError, match=f'mine: 1 must have no max_norm with paradigm.name = "{paradigm["name"]}": it'
+        ):
+            check_model(several, model, "mine")
+    for paradigm in ({"name": "easgd"}, {"name": "local-sgd", "steps": 2}):
+        check_model(make_job(paradigm=paradigm, cluster={"workers": 2}), model, "mine")
+
+
 def test_what_cannot_be_written_at_the_end_is_refused_before():
     model = torch.nn.Linear(2, 3)
     model.register_buffer("turns", torch.ones(2, dtype=torch.complex128), persistent=False)
