@@ -58,7 +58,10 @@ class Layers:
             Parameters that are the last rank's instead.
         """
         comm, others = comm or self._comm, {id(p) for p in untrained}
-        share([*(p.detach() for p in self.model.parameters() if id(p) not in others), *self.model.buffers()], comm)
+        buffers = [buffer.clone() for buffer in self.model.buffers()]  # numpy's memory can never be resized
+        share([*(p.detach() for p in self.model.parameters() if id(p) not in others), *buffers], comm)
+        for buffer, shared in zip(self.model.buffers(), buffers, strict=True):
+            buffer.detach().copy_(shared)
         share([p.detach() for p in untrained], comm, comm.size - 1)
 
     def compare(self, weights: torch.Tensor) -> None:
@@ -189,8 +192,6 @@ def _read_parts(parts: Sequence[torch.Tensor], worker: int, read: Read, buffers:
 def share(tensors: Iterable[torch.Tensor], comm: MPI.Intracomm, root: int = 0) -> None:
     """Broadcast a rank's values, of any type, through host memory, because MPI collectives get no device pointers."""
     for tensor in tensors:
-        if tensor.numel() == 0:  # `numpy` would forbid a buffer to be resized
-            continue
         values = tensor.detach().cpu().contiguous()  # shares the tensor's memory if possible
         octets = values.reshape(-1).view(torch.uint8).numpy()
         for begin in range(0, len(octets), BCAST_BYTES):  # Open MPI takes fewer than 2^31 elements

@@ -379,22 +379,23 @@ def test_buffers_that_change_their_shape_are_refused(comm, only, folder, monkeyp
 class Growing(torch.nn.Module):
     """Keeps all that it has seen."""
 
-    def __init__(self) -> None:
+    def __init__(self, n: int) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(4, 1)
-        self.register_buffer("seen", torch.zeros(0, 4))
+        self.register_buffer("seen", torch.zeros(n, 4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen.resize_(len(self.seen) + len(x), 4)  # as observers of quantisation do
         return self.layer(x)
 
 
+@pytest.mark.parametrize("n", [0, 1])
 @pytest.mark.parametrize("paradigm", ["bsp", "allreduce", "easgd"])
-def test_a_buffer_that_grows_from_nothing_is_refused(folder, capsys, paradigm):
+def test_a_buffer_that_grows_is_refused(folder, capsys, paradigm, n):
     """It would be broadcast in another length on each rank at the end."""
 
     def script(comm: Any) -> None:
-        model = Growing()
+        model = Growing(n)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with hpcsync.connect(model, optimizer, paradigm, comm=comm, out=folder / "run") as sync:
             for (x,) in sync.shard(torch.utils.data.TensorDataset(torch.ones(48, 4)), batch_size=4):
