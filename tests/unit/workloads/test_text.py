@@ -171,8 +171,8 @@ def loss_after_training(steps: int, shuffle_targets: bool = False) -> float:
 
 def test_it_learns_more_than_how_frequent_characters_are():
     frequencies = 3.15  # the cross-entropy of knowing only those
-    assert loss_after_training(100) < frequencies - 0.15
-    assert loss_after_training(100, shuffle_targets=True) > frequencies - 0.05
+    assert loss_after_training(150) < frequencies - 0.15  # by how much depends on torch's version
+    assert loss_after_training(150, shuffle_targets=True) > frequencies - 0.05
 
 
 def test_evaluating_changes_nothing(workload):
