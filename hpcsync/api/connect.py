@@ -115,8 +115,7 @@ def connect(
         The script's optimizer, with any number of parameter groups, or a list of several. It may have a state already
         (`load_state_dict`). Of the model's parameters those in its groups are trained, also those that are frozen at
         first and trained later; the others keep their values, or end as one worker's script or model has changed them,
-        such as a moving average. Its `step` is the step of the session until the end of
-        the `with` block.
+        such as a moving average. Its `step` is the step of the session until the end of the `with` block.
 
         It runs on the servers: any optimizer of torch.optim, or one like them, that needs no closure and no sparse
         gradients. If it is not element-wise (such as Muon), shards are cut between whole parameters. With "easgd",

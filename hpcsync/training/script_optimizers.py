@@ -444,8 +444,10 @@ class OwnOptimizer(WorkerOptimizer):
         with scaled_rates(optimizer, lr):
             self._lr[at_optimizer] = [float(group["lr"]) for group in optimizer.param_groups]
             script.makes_step = True
-            script.steps[at_optimizer]()
-            script.makes_step = False
+            try:
+                script.steps[at_optimizer]()
+            finally:
+                script.makes_step = False
         script.flat.collect()
 
     def drop_look_ahead(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from mpi4py import MPI
 
-from hpcsync.config.errors import JobError
+from hpcsync.config.errors import JobError, shown
 from hpcsync.config.job import Job
 from hpcsync.core.iterations import Iterations
 from hpcsync.core.peer_coordinator import BatchDivision, create_batch_division
@@ -151,10 +151,10 @@ class PeerSession(RankSession):
     def _step(self, loss: torch.Tensor | float | None) -> None:
         """End an iteration: apply the step and exchange."""
         self._refuse_step()
-        if self._job.paradigm.name == "allreduce" and torch._C._current_graph_task_id() >= 0:
+        if self._job.one_model and torch._C._current_graph_task_id() >= 0:
             raise JobError(
-                'step: must not be called within backward with paradigm.name = "allreduce", which forms the mean of '
-                "the gradients at its end"
+                f"step: must not be called within backward with paradigm.name = {shown(self._job.paradigm.name)}, "
+                "which forms the mean of the gradients at its end"
             )
         if self._computed is None:
             self._begin_again()
