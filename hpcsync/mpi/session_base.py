@@ -146,7 +146,7 @@ class RankSession(Session):
         self._all_skipped = True  # all steps since then
         self._iterations: Iterations  # of a worker
         self._stepped = False
-        self._has_stepped = False  # whether a step that is under way is one of the script
+        self._session_stepped = False  # since the latest step of any optimizer on these parameters began
         super().__init__(rank=comm.rank, n_workers=job.cluster.workers)
         layers.share()
         self.flat.collect()
@@ -223,11 +223,11 @@ class RankSession(Session):
 
     def _before_step_of_any(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._is_of_script(optimizer):
-            self._has_stepped = False
+            self._session_stepped = False
 
     def _after_step_of_any(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Raise JobError after a step that has not called that of the session."""
-        if self._is_of_script(optimizer) and not self._has_stepped:
+        if self._is_of_script(optimizer) and not self._session_stepped:
             raise JobError(
                 f"optimizer {type(optimizer).__name__}: must be given to connect, and its step be called after that: "
                 "this step on the model's parameters was made on this worker alone"
@@ -250,7 +250,7 @@ class RankSession(Session):
         """Make the step of an optimizer of the script; as its own `step`, it returns what the closure returns."""
         script, loss = self._script, None
         assert script is not None
-        n, self._has_stepped = len(script.optimizers), True
+        n, self._session_stepped = len(script.optimizers), True
         if self.worker is not None and self._is_left_over(self._iterations, n):
             return None
         optimizer: Any = script.optimizers[index]

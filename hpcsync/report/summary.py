@@ -272,7 +272,7 @@ def _workers(tally: Tally, push_leads: Rows | None) -> Iterator[WorkerSummary]:
             batch_size=tally.last_batch_size(worker),
             averages=None if tally.averages is None else int(tally.averages[worker]),
             **tally.plan(worker),
-            **tally.about(slice(worker, worker + 1), "load", "compute", "wait", "comm", "between"),
+            **tally.about(slice(worker, worker + 1), *between.PARTS, "between"),
         )
 
 
