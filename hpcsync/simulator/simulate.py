@@ -133,8 +133,7 @@ def _simulate(
                 trace.close(status)
         if scalars is not None:
             scalars.close(status)
-        if status == "failed":
-            error = of_user(job, error)
+        error = of_user(job, error)
         if status == "failed" and not isinstance(error, NotWritten | JobError):
             traceback.print_exc()
         so_far = "" if trace is None else f"; the trace so far is {path}"

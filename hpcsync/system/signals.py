@@ -25,8 +25,8 @@ TO_BE_RESUMED = 75  # exit status: EX_TEMPFAIL of sysexits.h
 _came: list[int] = []  # signals received before the listener of rank 0 exists
 
 
-class Interrupted(Exception):
-    """A signal asked the run to end."""
+class Interrupted(BaseException):
+    """A signal asked the run to end: no error of the code that it meets, which must not catch it as one."""
 
 
 class Terminated(Interrupted):

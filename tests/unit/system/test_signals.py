@@ -8,10 +8,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from hpcsync.config.user_code import of_user
 from hpcsync.system import signals
+from tests.unit.jobs import make_job
 
 HEAD = "import signal, time, os\nfrom hpcsync.system.signals import *\n"
 LISTENING = {
@@ -73,6 +76,7 @@ def test_a_rank_may_be_started_by_a_program_whose_name_was_cut_within_a_characte
 
 IN_CHILD = """
 print("up", flush=True)
+input()  # what follows at once may be read together with "up", and would be lost
 import hpcsync.system.signals as signals
 if not (child := os.fork()):
     left_to_rank_0(starting=True)
@@ -113,3 +117,25 @@ def test_a_listener_leaves_no_file_open() -> None:
     for _ in range(3):
         signals.SignalListener().close()
     assert len(os.listdir("/dev/fd")) == before
+
+
+EVALUATE = """
+import signal
+def evaluate():
+    try:
+        signal.raise_signal(signal.SIGTERM)
+    except Exception:
+        return "caught"
+"""
+
+
+def test_a_signal_is_no_error_of_the_user_s_code_that_it_meets() -> None:
+    """As in the evaluation of the final weights, which is of a script or of a workload."""
+    user: dict[str, Any] = {}
+    exec(compile(EVALUATE, "users.py", "exec"), user)
+    job = make_job(workload={"name": "users:make", "batch_size": 1})
+    with signals.on_signals(signals.interrupt), pytest.raises(signals.Terminated) as raised:
+        user["evaluate"]()
+    assert of_user(job, raised.value) is raised.value
+    error = KeyError("x")
+    assert of_user(job, error.with_traceback(raised.tb)) is not error  # the control
