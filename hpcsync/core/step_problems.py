@@ -23,7 +23,10 @@ WRONG = {
     Problem.NO_GRADIENT: "step without a gradient: no backward pass has computed one since the last step",
     Problem.MODEL_CHANGED: "the model or the optimizer has changed since connect: parameters were moved, cast, "
     "replaced or added",
+    Problem.WEIGHTS_CHANGED: "the script has changed the values of parameters, such as by clamping or loading them: "
+    "the servers' weights replace them",
 }
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the size of an element
 UNEVEN = 0.05  # part of the steps by which workers may differ without a word
 
 
@@ -47,6 +50,7 @@ class StepChecks:
         self._connected = self._parameters()
         self._in_groups = self._groups()
         self._n_checked = 0
+        self._read: list[int] = []  # sums of the parameters that were read for the next step, if it looks at them
         self._to_step: set[int] = set()  # optimizers that have not stepped since a gradient was computed
         trained = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
         require = [p.requires_grad for p in trained]
@@ -64,6 +68,13 @@ class StepChecks:
         """True if a gradient has been computed with which an optimizer has not stepped."""
         return bool(self._to_step)
 
+    def weights_were_read(self) -> None:
+        """Note the parameters that servers have sent, if the next step looks whether the script has changed them.
+
+        It takes a pass over all of them, in steps 1, 2, 3, 5, 9, ...
+        """
+        self._read = self._sums() if is_rare(self._n_checked) else []
+
     def problem(self, losses: Sequence[float], gradient: torch.Tensor, stepping: int = 0) -> Problem:
         """Return what is wrong with the step under way.
 
@@ -78,8 +89,11 @@ class StepChecks:
         """
         computed = stepping in self._to_step
         self._to_step.discard(stepping)
+        read, self._read = self._read, []
         if self.model_changed() or (not computed and self._parameters() != self._connected):
             return Problem.MODEL_CHANGED
+        if read and self._sums() != read:
+            return Problem.WEIGHTS_CHANGED
         if not computed:
             return Problem.NO_GRADIENT
         if losses:
@@ -93,7 +107,7 @@ class StepChecks:
         Whether it has other parameters takes a pass over all of its modules, in step 1, 2, 3, 5, 9, ... and at the end.
         """
         n, self._n_checked = self._n_checked, self._n_checked + 1
-        if self._groups() != self._in_groups or (n & (n - 1) == 0 and self._parameters() != self._connected):
+        if self._groups() != self._in_groups or (is_rare(n) and self._parameters() != self._connected):
             return True
         return self._flat is not None and self._flat.is_detached()
 
@@ -106,9 +120,20 @@ class StepChecks:
     def _parameters(self) -> list[int]:
         return [id(p) for p in self._model.parameters()]
 
+    def _sums(self) -> list[int]:
+        """Return for each trained parameter the sum of its elements' bits, an integer."""
+        assert self._flat is not None
+        sums = [p.detach().view(BITS[p.itemsize]).sum() for p in self._flat.parameters]
+        return [*map(int, torch.stack(sums).tolist())]  # one wait for a GPU, not one each
+
     def _groups(self) -> list[int]:
         groups = chain.from_iterable(optimizer.param_groups for optimizer in self._optimizers)
         return [len(group["params"]) for group in groups]
+
+
+def is_rare(n_before: int) -> bool:
+    """Return whether a step after so many others gets a check that takes long: in steps 1, 2, 3, 5, 9, 17, ..."""
+    return n_before & (n_before - 1) == 0
 
 
 def loss_check(job: Job) -> Callable[[float], Problem]:

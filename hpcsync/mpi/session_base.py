@@ -173,6 +173,7 @@ class RankSession(Session):
             self._checks = StepChecks(self._model, self._script.optimizers, self.flat)
             self._hooks_of_optimizers.append(register_optimizer_step_pre_hook(self._before_step_of_any))
             self._hooks_of_optimizers.append(register_optimizer_step_post_hook(self._after_step_of_any))
+            self._weights_were_read()
         self._said_where_state_is = False
         self._taken = [optimizer.__dict__.get("step") for optimizer in self._script.optimizers]
         for index, optimizer in enumerate(self._script.optimizers):
@@ -189,6 +190,11 @@ class RankSession(Session):
     @property
     def _steps_on_servers(self) -> bool:
         return self._job.has_servers and not self._job.steps_on_workers
+
+    def _weights_were_read(self) -> None:
+        """Note the weights of the servers, so that a script's change of them does not remain unnoticed."""
+        if self._checks is not None and self._steps_on_servers:
+            self._checks.weights_were_read()
 
     def _step_of(self, index: int, optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
         """Return the `step` of an optimizer of the script.

@@ -28,9 +28,10 @@ class Problem(IntEnum):
     GRADIENT_NOT_FINITE = 3  # of a step without a recorded loss
     NO_GRADIENT = 4  # none has been computed since the last step
     MODEL_CHANGED = 5  # the model's parameters were moved, cast, replaced or added to since `connect`
+    WEIGHTS_CHANGED = 6  # by the script, since they were read from the servers, whose weights replace them
 
 
-UNUSED = frozenset({Problem.SKIPPED, Problem.NO_GRADIENT, Problem.MODEL_CHANGED})  # such a contribution does not count
+UNUSED = frozenset(Problem) - {Problem.NONE, Problem.LOSS_NOT_FINITE, Problem.GRADIENT_NOT_FINITE}  # does not count
 
 
 class Stored(NamedTuple):

@@ -339,6 +339,7 @@ class WorkerSession(LinkedSession):
         if not self.stopped:
             (self._contribution.join if joins else self._contribution.adopt)(self._read)
             self.flat.spread()
+            self._weights_were_read()
 
     def _push_rest(self) -> None:
         """Push the local steps since the last push, where a worker that leaves does."""

@@ -82,6 +82,24 @@ def test_what_may_change(change):
     assert not checks.ended()
 
 
+@pytest.mark.parametrize("at", [*range(N_STEPS)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+def test_weights_that_a_script_has_changed_since_they_were_read(at, dtype):
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)).to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    flat = FlatModel(model, list(model.parameters()))
+    checks = StepChecks(model, [optimizer], flat)
+    for step in range(N_STEPS):
+        flat.weights.add_(1.0)
+        flat.spread()
+        checks.weights_were_read()
+        if step == at:
+            model[1].bias.data[0].mul_(1 + torch.finfo(dtype).eps)
+        backward(model)
+        looked_at = step == at and step != 3  # steps 1, 2, 3, 5, 9, ...
+        assert checks.problem([1.0], flat.gradient) == (Problem.WEIGHTS_CHANGED if looked_at else Problem.NONE)
+
+
 def test_a_thawed_parameter_alone_has_a_new_gradient():
     model, _, flat, checks = make()
     model[0].requires_grad_(True)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import re
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -110,8 +113,48 @@ def train(paradigm: dict[str, Any], out: Path, mistake: str) -> None:
     run(N_RANKS, script)
 
 
+def change_weights(paradigm: dict[str, Any], out: Path, change: str, dtype: torch.dtype) -> None:
+    """Train, and change the weights: before the first step ("loaded"), after another one, or to and fro ("swapped")."""
+    name, options = paradigm["name"], {key: value for key, value in paradigm.items() if key != "name"}
+
+    def script(comm: Any) -> None:
+        torch.manual_seed(1)
+        model = Net().to(dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        x = torch.randn(4 * STEPS * N_RANKS, 5).to(dtype)
+        with hpcsync.connect(model, optimizer, name, out=out, comm=comm, **options) as sync:
+            if change == "loaded":
+                model.load_state_dict({key: value + 1.0 for key, value in model.state_dict().items()})
+            for step, inputs in enumerate(sync.shard(x, batch_size=4, epochs=None)):
+                if step == STEPS:
+                    break
+                loss = model(inputs).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                sync.step(loss)
+                if (change, step) in (("clamped", 0), ("clamped later", 3), ("swapped", 0)):
+                    before = copy.deepcopy(model.state_dict())
+                    for parameter in model.fc.parameters():
+                        parameter.data.clamp_(-1e-3, 1e-3)
+                    if change == "swapped":
+                        model.load_state_dict(before)
+
+    run(N_RANKS, script)
+
+
 def failed(trace: Path) -> set[str]:
     return {check.name for check in audit(trace) if not check.passed}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", ["bsp", "asp", "k-sync", "easgd", "allreduce"])
+@pytest.mark.parametrize(("change", "iteration"), [("loaded", 1), ("clamped", 2), ("clamped later", 5), ("swapped", 0)])
+def test_weights_that_servers_replace_must_not_be_changed(tmp_path, name, change, iteration, dtype):
+    lost = iteration > 0 and name not in ("easgd", "allreduce")  # whose workers have weights of their own
+    words = f"worker ., iteration {iteration}, version .*: {re.escape(WRONG[Problem.WEIGHTS_CHANGED])}$"
+    with pytest.raises(JobError, match=words) if lost else nullcontext():
+        change_weights({"name": name, "k": 1} if name == "k-sync" else {"name": name}, tmp_path / "run", change, dtype)
+    assert load(tmp_path / "run" / "trace.h5").status == ("failed" if lost else "finished")
 
 
 every_paradigm = pytest.mark.parametrize("paradigm", EVERY, ids=lambda each: "-".join(map(str, each.values())))
