@@ -104,7 +104,7 @@ def refuse_standstill(job: Job, key: str, idle: Sequence[bool]) -> None:
     """Reject jobs in which virtual time would never advance.
 
     A worker whose iterations take 0 seconds pushes forever at the same virtual time, unless another worker blocks
-    it. It also has no speed from which its batch size could be computed.
+    it, which must not leave before. It also has no speed from which its batch size could be computed.
 
     Parameters
     ----------
@@ -131,7 +131,10 @@ def refuse_standstill(job: Job, key: str, idle: Sequence[bool]) -> None:
             f'paradigm.name = "{paradigm.name}": must not be simulated where iterations take 0 seconds, as worker '
             f"{list(idle).index(True)}'s do by {key}: a worker's local steps end after a given time"
         )
-    if stop.samples is None and stop.updates is None and sum(idle) >= paradigm.zero_time_workers(len(idle)):
+    absent = {event.worker for event in job.cluster.events if event.change in ("leave", "join")}
+    n_active = sum(is_idle or worker not in absent for worker, is_idle in enumerate(idle))  # at the least
+    endless = any(idle) and sum(idle) >= min(paradigm.zero_time_workers(len(idle)), n_active)
+    if stop.samples is None and stop.updates is None and endless:
         remedies = "stop.samples or stop.updates"
         if job.cluster.network is None:
             remedies = f"[cluster.network], {remedies}"

@@ -85,6 +85,31 @@ def test_time_must_pass(paradigm, seconds, endless):
     assert built(timing_job(**{**tables, "stop": {"seconds": 5.0, "updates": 10}}))
 
 
+@pytest.mark.parametrize("change", ["leave", "join"])
+@pytest.mark.parametrize(
+    ("paradigm", "seconds", "worker", "endless"),
+    [
+        ({"name": "bsp"}, [0.0, 0.0, 1.0], 2, True),  # of which the others need not wait any more, or yet
+        ({"name": "bsp"}, [0.0, 0.0, 1.0], 0, False),
+        ({"name": "ssp", "staleness": 3}, [0.0, 0.0, 1.0], 2, True),
+        ({"name": "k-sync", "k": 3}, [0.0, 0.0, 1.0], 2, True),
+        ({"name": "k-sync", "k": 2}, [0.0, 1.0, 1.0], 2, False),
+        ({"name": "async-diloco", "quorum": 3}, [0.0, 0.0, 1.0], 2, True),
+        ({"name": "bsp"}, [1.0, 1.0, 1.0], 2, False),
+    ],
+    ids=str,
+)
+def test_time_must_pass_without_an_absent_worker_too(paradigm, seconds, worker, endless, change):
+    event = {"worker": worker, "change": change, "at_s": 1.5}
+    tables = {"paradigm": paradigm, "seconds": seconds, "cluster": {"workers": 3, "events": [event]}}
+    if endless:
+        with pytest.raises(JobError, match="cluster.compute: worker 0's iterations take 0 seconds"):
+            built(timing_job(**tables, stop={"seconds": 5.0}))
+    else:
+        assert built(timing_job(**tables, stop={"seconds": 5.0}))
+    assert built(timing_job(**tables, stop={"updates": 10}))
+
+
 def test_time_must_pass_in_a_table_and_in_a_trace_too(tmp_path):
     path = tmp_path / "times.csv"
     path.write_text("worker,iteration,seconds\n0,0,1.0\n1,0,0.0\n1,1,0.0\n")

@@ -938,6 +938,15 @@ def test_push_sum_keeps_enough_weight_without_returns(workload):
             {"workers": 1, "compute": {"model": "constant", "seconds": 0.0}, "network": {}},
             "cluster.compute: worker 0's iterations take 0 seconds",
         ),
+        (  # once worker 1 has left
+            ALLREDUCE,
+            {
+                "workers": 2,
+                "compute": {"model": "constant", "seconds": [0.0, 1.0]},
+                "events": [{"worker": 1, "change": "leave", "at_s": 0.5}],
+            },
+            "cluster.compute: worker 0's iterations take 0 seconds",
+        ),
         (  # a passive worker, which transfers nothing itself
             {"name": "ad-psgd"},
             {"workers": 2, "compute": {"model": "constant", "seconds": [1.0, 0.0]}, "network": {}},
