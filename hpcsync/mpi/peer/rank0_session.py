@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -111,6 +112,10 @@ class Rank0Session(PeerSession):
         with on_signals(interrupt):
             self._recorder.trace.flush()
             distance = self._layers.complete(self.flat, self._reading(self.rank), self._buffers)
+            if self._job.one_model and distance > 0:
+                must = "where they train one model, a script that changes it must do so alike on every worker"
+                line = f"hpcsync: the workers' weights are {distance:.3g} apart at the end; {must}"
+                print(line, file=sys.stderr, flush=True)
             self.flat.spread()
             self._recorder.judge(self._model, distance)
 

@@ -157,6 +157,25 @@ def test_weights_that_servers_replace_must_not_be_changed(tmp_path, name, change
     assert load(tmp_path / "run" / "trace.h5").status == ("failed" if lost else "finished")
 
 
+@pytest.mark.parametrize("changes", [False, True])
+def test_workers_of_one_model_that_end_with_different_weights_are_told(tmp_path, capsys, changes):
+    def script(comm: Any) -> None:
+        torch.manual_seed(1)
+        model = torch.nn.Linear(5, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with hpcsync.connect(model, optimizer, "allreduce", out=tmp_path / "run", comm=comm) as sync:
+            for x in sync.shard(torch.randn(8 * N_RANKS, 5), batch_size=4):
+                loss = model(x).square().mean()
+                loss.backward()
+                sync.step(loss)
+                if changes and sync.rank == 0:
+                    model.weight.data.mul_(2.0)
+
+    run(N_RANKS, script)
+    told = re.findall(r"weights are .* apart at the end; .*", capsys.readouterr().err)
+    assert len(told) == changes
+
+
 every_paradigm = pytest.mark.parametrize("paradigm", EVERY, ids=lambda each: "-".join(map(str, each.values())))
 
 
