@@ -113,9 +113,12 @@ class Rank0Session(PeerSession):
             self._recorder.trace.flush()
             distance = self._layers.complete(self.flat, self._reading(self.rank), self._buffers)
             if self._job.one_model and distance > 0:
-                must = "where they train one model, a script that changes it must do so alike on every worker"
-                line = f"hpcsync: the workers' weights are {distance:.3g} apart at the end; {must}"
-                print(line, file=sys.stderr, flush=True)
+                print(
+                    f"hpcsync: the workers' weights are {distance:.3g} apart at the end; where they train one model, a "
+                    "script that changes it must do so alike on every worker",
+                    file=sys.stderr,
+                    flush=True,
+                )
             self.flat.spread()
             self._recorder.judge(self._model, distance)
 
