@@ -137,11 +137,16 @@ class Iterations(Stateful):
         Raises
         ------
         JobError
-            If a step is to have several batches, but batches are allocated by the step. Reading raises it if the data
-            cannot be used.
+            If a step is to have several batches, but batches are allocated by the step; if an iterator is to have
+            several training epochs. Reading raises it if the data cannot be used.
         """
         if accumulate > 1 and self._allocated is not None:
             raise JobError(f"accumulate = {accumulate}: must be 1 where batches are allocated: a step has one")
+        if isinstance(data, Iterator):
+            if epochs is not None and epochs > 1:
+                name = type(data).__name__
+                raise JobError(f"shard: epochs = {epochs}: must be 1 with a {name}, which can be read only once")
+            epochs = 1
         number = self._n_loaders
         self._n_loaders += 1
         for values, value in ((self._used_by, 0), (self._first_by, -1)):

@@ -130,11 +130,12 @@ class Session(ABC):
             PyTorch's default collation, and those of a DataLoader by its `collate_fn`.
 
             A DataLoader with a sampler of its own draws the same batches on every worker, and each worker loads every
-            P-th of P workers. Of an iterable data set every worker reads all batches and uses every P-th.
+            P-th of P workers. Of an iterable data set, or an iterator of batches, every worker reads all batches and
+            uses every P-th.
         batch_size
             Samples per batch of a data set; a DataLoader has its own.
         epochs
-            Number of training epochs; None: until the run is stopped.
+            Number of training epochs; None: until the run is stopped. An iterator has one.
         sharded
             True if the data are another part on each worker already: the worker then uses all of them.
         accumulate

@@ -9,8 +9,8 @@ Four kinds of data are told apart (`source`):
 - data that can only be read from the beginning: every worker reads all batches and uses every P-th;
 - data of which every worker has another part already (`sharded`): the worker uses all batches.
 
-Workers must draw the same batches. Where a sampler or iterable data draw from the global random generators, they draw
-from generators that are seeded for them.
+Where a sampler or iterable data draw from the global random generators, they draw from generators that are seeded for
+them: all workers draw the same batches, and each worker others if its data are its own.
 """
 
 from __future__ import annotations
@@ -206,15 +206,20 @@ class Drawn(Source):
         Loads batches, each given by what the sampler yields.
     batch_size
         Samples of a batch; 0 if it is not known.
+    stream
+        Seed of the generators from which the sampler draws, but for the training epoch.
     """
 
-    def __init__(self, sampler: Iterable[Any], part: Part, load: Load, batch_size: int) -> None:
+    def __init__(
+        self, sampler: Iterable[Any], part: Part, load: Load, batch_size: int, stream: tuple[int, ...]
+    ) -> None:
         self._sampler, self._part, self._load, self.batch_size = sampler, part, load, batch_size
+        self._stream = stream
         self._n_drawn = 0
 
     def _draw(self, epoch: int) -> Iterator[Any]:
         self._n_drawn = 0
-        for batch in drawn_alike(self._sampler, self._part.seed, STREAM, epoch):
+        for batch in with_generators(self._sampler, *self._stream, epoch):
             self._n_drawn += 1
             yield batch
 
@@ -293,11 +298,6 @@ def refuse(data: Any, batch_size: int | None, *, sharded: bool = False) -> None:
         If so; the message says what to give instead.
     """
     name = type(data).__name__
-    if isinstance(data, Iterator):
-        raise JobError(
-            f"shard: a {name} can be read only once: give a data set with len(data) and data[i], an IterableDataset, "
-            "or a DataLoader"
-        )
     if isinstance(data, Mapping):
         first = next(iter(data), "train")
         raise JobError(f"shard: a {name} is several data sets: give one of them, such as data[{first!r}]")
@@ -356,7 +356,7 @@ def source(
         If the data cannot be used (`refuse`), or not in this way.
     """
     refuse(data, batch_size, sharded=sharded)
-    number = part.worker
+    number, stream = part.worker, (part.seed, STREAM, *([part.worker] if sharded else []))
     if sharded:
         part = Part(part.seed, 0, 1)
     if not isinstance(data, DataLoader) and _has_indices(data):
@@ -371,15 +371,14 @@ def source(
             "len(data) and data[i], or a DataLoader of one, with a batch_size and without samplers of your own"
         )
     if not _is_torchs(data):
-        return Read(lambda epoch: _sized(drawn_alike(data, part.seed, STREAM, epoch)), part, 0, sharded=sharded)
+        return Read(lambda epoch: _sized(with_generators(data, *stream, epoch)), part, 0, sharded=sharded)
     is_iterable, batches = isinstance(data.dataset, IterableDataset), data.batch_sampler
     seed = (_seed(data, part), number if sharded or not is_iterable else 0)
     loader = _Loader(data, seed, _processes(data, settings, at_once=at_once))
     if is_iterable:
-        alike = not sharded and loader.in_this_process
-        return Read(partial(_read, loader, part.seed, alike), part, _batch_size(data), sharded=sharded)
+        return Read(partial(_read, loader, stream), part, _batch_size(data), sharded=sharded)
     if not _is_default(data):
-        return Drawn(data.sampler if batches is None else batches, part, loader.load, _batch_size(data))
+        return Drawn(data.sampler if batches is None else batches, part, loader.load, _batch_size(data), stream)
     _refuse_too_large(data.batch_size or 1, len(data.dataset), at_once=at_once)
     return Ordered(
         len(data.dataset),
@@ -454,9 +453,9 @@ def _fetched(data: Any, batches: Iterable[np.ndarray], _: int) -> Iterator[Batch
     return ((len(indices), fetch(data, indices)) for indices in batches)
 
 
-def _read(loader: _Loader, seed: int, alike: bool, epoch: int) -> Iterator[Batch]:
+def _read(loader: _Loader, stream: tuple[int, ...], epoch: int) -> Iterator[Batch]:
     batches = loader.load((), epoch)
-    return drawn_alike(batches, seed, STREAM, epoch) if alike else batches
+    return with_generators(batches, *stream, epoch) if loader.in_this_process else batches
 
 
 # ---- data loaders ----
@@ -591,7 +590,7 @@ def _first_length(batch: Any) -> int | None:
 # ---- random numbers ----
 
 
-def drawn_alike(items: Iterable[T], *seed: int) -> Iterator[T]:
+def with_generators(items: Iterable[T], *seed: int) -> Iterator[T]:
     """Yield from an iterable whose global random generators are its own while it runs.
 
     Parameters

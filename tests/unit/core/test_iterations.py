@@ -196,6 +196,36 @@ def test_a_worker_without_a_batch_in_endless_epochs_is_an_error_and_no_endless_l
     assert sharded or next(make_iterations(0).shard(loader, None, None, never)).tolist() == [0, 1, 2, 3]
 
 
+def guesses() -> Iterator[torch.Tensor]:
+    """Batches without an end, from the global generator."""
+    return iter(lambda: torch.rand(4), None)
+
+
+@pytest.mark.parametrize("epochs", [1, None])
+def test_an_iterator_of_batches_is_one_training_epoch(epochs):
+    of_worker = [list(make_iterations(w).shard(iter(range(4, 9)), 2, epochs, never)) for w in range(2)]
+    assert [[x.tolist() for x in found] for found in of_worker] == [[[4, 5], [8]], [[6, 7]]]
+    with pytest.raises(JobError, match="shard: epochs = 2: must be 1 with a range_iterator, which can be read only on"):
+        make_iterations().shard(iter(range(4)), 2, 2, never)
+    with pytest.raises(TypeError, match="only reading tells"):
+        len(make_iterations().shard(guesses(), None, epochs, never))
+
+
+def test_a_run_resumes_in_an_iterator_with_the_numbers_that_it_would_have_drawn():
+    def trained(iterations: Iterations, n: int) -> list[list[float]]:
+        found = []
+        for x in itertools.islice(iterations.shard(guesses(), None, None, never, sharded=True), n):
+            iterations.end()
+            found.append(x.tolist())
+        return found
+
+    whole, first, resumed = make_iterations(1), make_iterations(1), make_iterations(1)
+    expected = trained(whole, 5)
+    assert trained(first, 2) == expected[:2]
+    resumed.restore(first.state())
+    assert trained(resumed, 3) == expected[2:]
+
+
 def test_a_small_data_set_is_an_error_and_not_an_empty_loader():
     with pytest.raises(JobError, match="batch_size = 23: must be 1 to 22"):
         list(make_iterations().shard(DATA, 23, 1, never))

@@ -299,6 +299,36 @@ def test_streams_that_draw_are_the_same_on_all_workers(n_processes):
     assert of_worker(0, sharded=True) != of_worker(1, sharded=True)
 
 
+class Guesses:
+    """Batches that depend on the global generators, of an iterable that is none of torch's."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (torch.rand(4) + random.random() + np.random.rand() for _ in range(3))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Guesses,
+        lambda: iter(Guesses()),
+        lambda: DataLoader(Shuffled(), 4),
+        lambda: DataLoader(Data(), 4, sampler=WeightedRandomSampler(range(1, SIZE + 1), 24)),
+    ],
+    ids=["iterable", "iterator", "stream", "sampler"],
+)
+def test_each_worker_draws_its_own_part_by_itself_though_all_are_seeded_alike(make):
+    def of_worker(worker: int, sharded: bool) -> list[list[float]]:
+        for seed in (random.seed, np.random.seed, torch.manual_seed):
+            seed(3)
+        return used(make(), worker, n_workers=2, sharded=sharded)
+
+    found = [of_worker(worker, sharded=True) for worker in range(3)]
+    assert found[0] != found[1] != found[2] != found[0]
+    random.seed(4)
+    assert used(make(), 1, n_workers=2, sharded=True) == found[1]  # a resumed run draws the same
+    assert of_worker(0, sharded=False) + of_worker(1, sharded=False) not in found
+
+
 def test_sharded_data_are_used_whole():
     assert used(DataLoader(Stream(), 4), 1, sharded=True) == EVERY
     own = Subset(Data(), range(7, SIZE))
@@ -341,8 +371,6 @@ def test_workers_that_do_not_end_together_are_said(data, given, said):
 @pytest.mark.parametrize(
     ("data", "batch_size", "message"),
     [
-        ((i for i in range(3)), 4, "a generator can be read only once: give a data set with len"),
-        (iter([1]), None, "a list_iterator can be read only once"),
         ({"train": Data()}, 4, r"a dict is several data sets: give one of them, such as data\['train'\]"),
         (DataLoader(Data(), 4), 4, "batch_size = 4: must be left out with a DataLoader"),
         (DataLoader(Data(), 4, sampler=DistributedSampler(range(4), 2, 1)), None, "a DistributedSampler has a part"),
