@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hpcsync.audit.ashl import evaluated_losses_are_recorded
-from hpcsync.audit.check import Check, check_all, check_rows
+from hpcsync.audit.check import SAME, SAME_TIME_S, Check, alike, check_all, check_rows
 from hpcsync.audit.progress import is_scheduled, version_at_last_start
 from hpcsync.audit.server_recount import Recount
 from hpcsync.paradigms.adsp import AdspOptions
@@ -23,8 +23,6 @@ from hpcsync.trace.schema import Outcome
 
 POINTS = ("loss_start", "loss_middle", "loss_end")
 SHORTEST = 1e-6  # least time until a commit, as a share of the check period
-SAME = 1e-9  # relative difference of floats that are computed in another order
-SAME_TIME_S = 1e-6
 
 
 def check_commits(recount: Recount, paradigm: AdspOptions) -> list[Check]:
@@ -52,7 +50,7 @@ def commits_count_one_of_all(recount: Recount) -> Check:
     expected = np.where(counts, 1 / recount.n_workers, 0.0)
     return check_rows(
         "each commit has weight 1 / n_workers",
-        ~(np.abs(pushes["weight"] - expected) <= SAME * expected),
+        ~alike(pushes["weight"], expected),
         lambda i: f"push of seq {pushes['seq'][i]} has weight {pushes['weight'][i]}, not {expected[i]}",
     )
 
@@ -342,7 +340,7 @@ class _CommitAccount:
             return f"{controller} {row['chosen']:g} by worker {row['worker']}, expected {due[0]} {due[2]:g} by {due[1]}"
         losses = np.array([*due.losses, *[math.nan] * (3 - len(due.losses))])
         recorded = np.array([row[name] for name in POINTS])
-        if not ((np.abs(recorded - losses) <= SAME * np.abs(losses)) | (np.isnan(recorded) & np.isnan(losses))).all():
+        if not alike(recorded, losses).all():
             return f"losses are {losses.tolist()}, recorded are {recorded.tolist()}"
         if controller == "reward" and not self._is_reward(float(row["reward"]), due):
             return f"the reward {row['reward']} does not follow from the curve through {losses.tolist()}"

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from hpcsync.audit.check import Check, check_all, check_rows
+from hpcsync.audit.check import SAME, Check, alike, check_all, check_rows
 from hpcsync.audit.server_recount import Recount
 from hpcsync.config.job import Script
 from hpcsync.paradigms.ashl import AshlOptions
@@ -23,7 +23,6 @@ from hpcsync.trace.schema import Outcome, Rows
 COARSE, FINE = 1, 2
 TIMES = ("iteration_s", "push_s", "pull_s", "encode_s")
 LOSS_BETA, CHECKS = 0.1, 5  # weight of the newest loss in the average; checks over which a plateau lasts
-SAME = 1e-9  # relative difference of floats that are computed in another order
 
 
 class Stages:
@@ -69,26 +68,6 @@ class Stages:
     def n_active(self, seq: Rows) -> Rows:
         """Return the number of active workers before each seq."""
         return self.recount.n_active[self.recount.event_at(seq)]
-
-    def in_force(self, controller: bytes, worker: Rows, seq: Rows, first: float) -> Rows:
-        """Return what a controller last chose for each worker before each seq.
-
-        Parameters
-        ----------
-        controller
-            Name in the column `controller` of /decisions.
-        worker, seq
-            Shape (n,).
-        first
-            Value before the controller's first choice.
-        """
-        rows = self.recount.decisions[self.recount.decisions["controller"] == controller]
-        stride = max(int(self.recount.seqs.max(initial=0)), 0) + 2
-        workers = np.arange(self.recount.n_workers)
-        key = np.concatenate([workers * stride, rows["worker"] * stride + rows["seq"] + 1])
-        order = np.argsort(key, kind="stable")
-        chosen = np.concatenate([np.full(len(workers), first), rows["chosen"]])[order]
-        return chosen[np.searchsorted(key[order], worker * stride + seq, side="right") - 1]
 
     def is_sparse(self, iteration: Rows) -> Rows:
         """Return which pushes of the profile stage are sent at the coarse ratio, bool of shape (n,)."""
@@ -190,7 +169,7 @@ def stages_begin_when_they_must(stages: Stages) -> Check:
         ),
         (missing, lambda i: f"the {names[len(begun)]} stage does not begin, it is due with seq {due[len(begun)]}"),
         (
-            ~_alike(rows["loss"][:2], expected),
+            ~alike(rows["loss"][:2], expected),
             lambda i: f"the {names[i]} stage has loss {rows['loss'][i]}, the recount gives {expected[i]}",
         ),
     )
@@ -281,7 +260,9 @@ def _wrong(stages: Stages, rows: Rows) -> str:
     if not begins and rows["seq"][0] < stages.begins[0]:
         return "the profile stage has no shares"
     if not plans:
-        return _wrong_shares(stages, by[b"share"], stages.in_force(b"local-steps", active, rows["seq"][0], np.nan))
+        return _wrong_shares(
+            stages, by[b"share"], stages.recount.in_force("local-steps", active, rows["seq"][:1], np.nan)
+        )
     steps_rows = by[b"local-steps"]
     stage = int(rows["chosen"][0]) if begins else FINE if rows["seq"][0] > stages.begins[1] else COARSE
     if stage not in stages.steps:
@@ -289,7 +270,7 @@ def _wrong(stages: Stages, rows: Rows) -> str:
     times = np.array([stages.medians(worker, int(rows["seq"][0])) for worker in active.tolist()])
     for kind in (b"local-steps", b"ratio")[: 1 + stages.has_ratios]:
         recorded = np.stack([by[kind][column] for column in TIMES], axis=1)
-        if not _alike(recorded, times).all():
+        if not alike(recorded, times).all():
             return f"{kind.decode()}: medians of {TIMES} are {times.tolist()}, recorded are {recorded.tolist()}"
     steps = algorithm_1(times, stages.steps[stage])
     if steps_rows["chosen"].tolist() != steps.tolist():
@@ -297,7 +278,7 @@ def _wrong(stages: Stages, rows: Rows) -> str:
     preset = stages.ratios[stage]
     if preset is not None:
         ratios = algorithm_2(times, steps, preset)
-        if not _alike(by[b"ratio"]["chosen"], ratios).all():
+        if not alike(by[b"ratio"]["chosen"], ratios).all():
             return f"ratios are {by[b'ratio']['chosen'].tolist()}, Algorithm 2 gives {ratios.tolist()}"
     return _wrong_shares(stages, by[b"share"], steps)
 
@@ -351,7 +332,7 @@ def algorithm_2(times: Rows, steps: Rows, preset: float) -> Rows:
 def _wrong_shares(stages: Stages, rows: Rows, steps: Rows) -> str:
     parts = steps if stages.paradigm.share == "data" else np.ones(len(steps))
     expected = parts / parts.sum()
-    if _alike(rows["chosen"], expected).all() and abs(rows["chosen"].sum() - 1) < SAME:
+    if alike(rows["chosen"], expected).all() and abs(rows["chosen"].sum() - 1) < SAME:
         return ""
     return f"shares are {rows['chosen'].tolist()}, local steps give {expected.tolist()}"
 
@@ -379,11 +360,11 @@ def workers_do_what_is_planned(stages: Stages) -> Check:
     """
     recount = stages.recount
     grants, pushes = recount.grants[~recount.is_stop], recount.pushes
-    steps = stages.in_force(b"local-steps", grants["worker"], grants["seq"], 1.0)
+    steps = recount.in_force("local-steps", grants["worker"], grants["seq"], 1.0)
     ratio = np.full(len(grants), np.nan)
     if stages.has_ratios:
         dense = np.where(stages.is_sparse(grants["iteration"]), stages.ratio_profiled, 1.0)
-        ratio = stages.in_force(b"ratio", grants["worker"], grants["seq"], np.nan)
+        ratio = recount.in_force("ratio", grants["worker"], grants["seq"], np.nan)
         ratio = np.where(grants["seq"] < stages.begins[0], dense, ratio)
     granted = np.append(recount.grants["local_steps"], 1)[recount.push_permit]  # -1, no grant: the first iteration
     known = (recount.push_permit >= 0) | (pushes["iteration"] == 1)
@@ -394,7 +375,7 @@ def workers_do_what_is_planned(stages: Stages) -> Check:
             lambda i: f"grant of seq {grants['seq'][i]}: {grants['local_steps'][i]} local steps, not {steps[i]:g}",
         ),
         (
-            ~_alike(grants["ratio"], ratio),
+            ~alike(grants["ratio"], ratio),
             lambda i: f"grant of seq {grants['seq'][i]}: ratio {grants['ratio'][i]}, not {ratio[i]}",
         ),
         (~np.isinf(grants["commit_s"]), lambda i: f"grant of seq {grants['seq'][i]} has a commit time"),
@@ -412,13 +393,13 @@ def commits_count_their_share(stages: Stages) -> Check:
     """
     pushes = stages.recount.pushes
     n_active = stages.n_active(pushes["seq"])
-    expected = stages.in_force(b"share", pushes["worker"], stages.recount.applied_after + 1, np.nan)
+    expected = stages.recount.in_force("share", pushes["worker"], stages.recount.applied_after + 1, np.nan)
     expected = np.where(pushes["seq"] < stages.begins[0], 1 / np.maximum(n_active, 1), expected)
     counts = (pushes["outcome"] == Outcome.APPLIED) & ~np.isin(pushes["problem"], [*UNUSED])
     expected = np.where(counts, expected, 0.0)
     return check_rows(
         "the weight of a commit is its share",
-        stages.recount.settled & ~(np.abs(pushes["weight"] - expected) <= SAME * expected),
+        stages.recount.settled & ~alike(pushes["weight"], expected),
         lambda i: f"push of seq {pushes['seq'][i]} has weight {pushes['weight'][i]}, its share is {expected[i]}",
     )
 
@@ -516,10 +497,6 @@ def commits_are_applied_when_they_may(stages: Stages) -> Check:
             lambda i: f"push of seq {pushes['seq'][i]} is not applied at {due_s[i]} s, although the run continues",
         ),
     )
-
-
-def _alike(a: Rows, b: Rows) -> Rows:
-    return (np.abs(a - b) <= SAME * np.abs(b)) | (np.isnan(a) & np.isnan(b))
 
 
 def _seq(seq: int) -> str:

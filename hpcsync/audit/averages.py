@@ -7,11 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from hpcsync.audit.averaging_order import Averaged, Changed, unexplained
-from hpcsync.audit.check import Check, check_all
+from hpcsync.audit.check import SAME, Check, check_all
 from hpcsync.audit.peer_recount import PeerRecount, previous
 from hpcsync.trace.schema import Rows
-
-ROUNDING = 1e-9  # of a sum of numbers, relative
 
 
 def averages_are_noticed(run: PeerRecount, name: str) -> Check:
@@ -67,7 +65,7 @@ def averages_are_atomic(run: PeerRecount) -> Check:
             lambda i: "no order of the averages with worker {} and of its steps leads to {}".format(*unordered[i]),
         ),
         (
-            np.array([complete and abs(total - n_steps) > ROUNDING * max(1, n_steps)]),
+            np.array([complete and abs(total - n_steps) > SAME * max(1, n_steps)]),
             lambda _: f"at the end the workers' numbers add up to {total}, but {n_steps} steps were made",
         ),
     )

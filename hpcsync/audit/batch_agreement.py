@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from hpcsync.audit.batch_decisions import not_following, possible
-from hpcsync.audit.check import Check, Part, check_all, describe_columns
-from hpcsync.audit.peer_recount import SAME_TIME_S, PeerRecount
+from hpcsync.audit.check import SAME_TIME_S, Check, Part, check_all, describe_columns
+from hpcsync.audit.peer_recount import PeerRecount
 from hpcsync.core.batch_sizes import maxima, sizes_at_first
 from hpcsync.planning.batch_allocation import Allocator
 from hpcsync.trace.schema import Rows

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from hpcsync.audit.check import SAME
 from hpcsync.config.job import Job
 from hpcsync.core.batch_sizes import planned
 from hpcsync.planning.batch_allocation import Estimate
 from hpcsync.trace.schema import Rows
-
-SAME = 1e-9  # relative difference of floats that are computed in another order
 
 
 def possible(rows: Rows, fixed_s: str, sample_s: str) -> Rows:

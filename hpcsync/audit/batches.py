@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpcsync.audit.batch_decisions import SAME, not_following
-from hpcsync.audit.check import Check, check_all
+from hpcsync.audit.batch_decisions import not_following
+from hpcsync.audit.check import Check, alike, check_all
 from hpcsync.audit.phases import by_phase
 from hpcsync.audit.server_recount import Recount
 from hpcsync.config.job import Job, Script
@@ -63,7 +63,7 @@ def weights_follow_sizes(recount: Recount) -> Check:
     return check_all(
         "weights follow from batch sizes",
         (
-            ~(np.abs(weight - expected) <= SAME * expected),
+            ~alike(weight, expected),
             lambda i: f"push of seq {pushes['seq'][rows[i]]} has weight {weight[i]}, the recount gives {expected[i]}",
         ),
         (dropped["weight"] != 0, lambda i: f"push of seq {dropped['seq'][i]} is dropped, but has a weight"),
@@ -98,7 +98,8 @@ def samples_are_allocated_once(recount: Recount) -> Check:
     first = sizes_at_first(recount.job) * recount.job.local_steps
     n_samples = grants["batch_size"].astype(np.int64)
     begin = int(first.sum()) + np.cumsum(n_samples) - n_samples
-    size = _sizes_in_force(recount, grants)
+    at_first = sizes_at_first(recount.job)[grants["worker"]]
+    size = recount.in_force("batches", grants["worker"], grants["seq"], at_first)
     stops = recount.grants[recount.is_stop]
     permit = recount.push_permit
     allocated = np.append(recount.grants["batch_size"], 0)[permit]
@@ -209,15 +210,3 @@ def _runs(values: Rows) -> Iterator[tuple[int, int]]:
     if len(values):
         edges = [0, *(np.flatnonzero(np.diff(values)) + 1).tolist(), len(values)]
         yield from pairwise(edges)
-
-
-def _sizes_in_force(recount: Recount, grants: Rows) -> Rows:
-    """Return the batch size that each grant's worker was last allocated, shape (n_grants,)."""
-    rows = recount.decisions[recount.decisions["controller"] == b"batches"]
-    stride = np.int64(max(recount.seqs[-1], 0)) + 2 if len(recount.seqs) else np.int64(1)
-    workers = np.arange(recount.n_workers)
-    key = np.concatenate([workers * stride, rows["worker"] * stride + rows["seq"] + 1])
-    size = np.concatenate([sizes_at_first(recount.job), rows["chosen"]])
-    order = np.argsort(key, kind="stable")
-    wanted = grants["worker"] * stride + grants["seq"]
-    return size[order][np.searchsorted(key[order], wanted, side="right") - 1]

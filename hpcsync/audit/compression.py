@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcsync.audit.check import Check, check_all, check_rows, describe_columns
+from hpcsync.audit.check import SAME_TIME_S, Check, check_all, check_rows, describe_columns
 from hpcsync.audit.server_recount import Recount
 from hpcsync.compression import Codec, TensorLayout, create
 from hpcsync.compression.dgc import DGC
@@ -17,7 +17,6 @@ from hpcsync.core.assignments import create_assignments
 from hpcsync.trace.schema import Rows
 
 VARYING = ("top-k", "random-k", "dgc")  # codecs whose number of sent elements varies
-SAME_TIME_S = 1e-6
 SIZES = {"tensors", "element_bytes"}  # root attributes
 COUNT_BYTES = 8  # header of such a codec's payload to one server
 

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from hpcsync.audit.check import Check, Part, check_all, describe_columns
+from hpcsync.audit.check import Check, Part, check_all, describe_columns, repeated
 from hpcsync.config.job import Script
 from hpcsync.paradigms.records import Problem
 from hpcsync.trace.reader import Trace
@@ -60,13 +60,11 @@ def check_clocks(trace: Trace) -> list[Check]:
     absent = [] if simulated else np.argwhere(_absent(trace)).tolist()
     workers = [(start, rank, rank - job.cluster.servers) for start, rank in absent]
     missing = [(start, rank) for start, rank, worker in workers if worker < 0 or not _is_away(trace, start, worker)]
-    again = np.ones(len(clocks), bool)
-    again[np.unique(clocks[["start", "rank"]], return_index=True)[1]] = False
     describe = describe_columns("/clocks", clocks, "start", "rank", "offset_s", "uncertainty_s")
     return [
         check_all(
             "clocks are those of the ranks",
-            (~exist | again, describe),
+            (~exist | repeated(clocks[["start", "rank"]]), describe),
             (~known, describe),
             (~ordered, describe_columns("/starts", starts, "start", "now_s", "seq")),
             (np.array([not simulated and not len(starts)]), lambda _: "/starts has no row"),

@@ -13,7 +13,7 @@ from typing import cast
 
 import numpy as np
 
-from hpcsync.audit.check import Check, check_all, check_rows
+from hpcsync.audit.check import Check, check_all, check_rows, repeated
 from hpcsync.audit.server_recount import Recount
 from hpcsync.paradigms.first_k import FirstKOfAnyOptions, FirstKOptions
 from hpcsync.trace.iteration_counts import NEVER
@@ -44,15 +44,13 @@ def updates_take_k(recount: Recount) -> Check:
     complete = recount.applied_version <= len(event)
     version, worker = recount.applied_version[complete], recount.pushes["worker"][recount.applied[complete]]
     contributor = version * recount.n_workers + worker
-    again = np.ones(len(contributor), bool)
-    again[np.unique(contributor, return_index=True)[1]] = False
     return check_all(
         f"each update takes k {'workers' if distinct else 'mini-batches'}",
         (
             (n > k) | (event == NEVER),
             lambda i: f"version {i + 1} has {n[i]} contributions, k is {k[i]:g} and more could follow",
         ),
-        (again & distinct, lambda i: f"version {version[i]} takes worker {worker[i]} twice"),
+        (repeated(contributor) & distinct, lambda i: f"version {version[i]} takes worker {worker[i]} twice"),
         (
             (event != NEVER) & (updated_s[: len(event)] != event_s),
             lambda i: f"version {i + 1} is at {updated_s[i]} s, the event that completed it at {event_s[i]} s",

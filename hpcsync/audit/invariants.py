@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from hpcsync.audit.batch_decisions import possible
-from hpcsync.audit.check import Check, Part, check_all, check_rows, describe_columns
+from hpcsync.audit.check import DURATIONS, SAME_TIME_S, Check, Part, check_all, check_rows, describe_columns, repeated
 from hpcsync.audit.progress import (
     evaluations_agree,
     evaluations_come_when_due,
@@ -20,30 +20,20 @@ from hpcsync.audit.progress import (
     the_run_ends_by_its_rule,
     times_add_up,
 )
-from hpcsync.audit.server_recount import Recount
+from hpcsync.audit.server_recount import NUMBERED, Recount, last_of
 from hpcsync.audit.training import check_training
 from hpcsync.config.job import Script
 from hpcsync.trace.iteration_counts import NEVER, running_count
 from hpcsync.trace.reader import Trace
 from hpcsync.trace.schema import Change, Outcome, Release, Rows
 
-NUMBERED = ("pushes", "grants", "decisions", "membership")  # tables with a `seq`
-DURATIONS = ("load_s", "compute_s", "wait_s", "comm_s")
 OUTCOME_CODES, CHANGE_CODES = list(Outcome), list(Change)
-SAME_TIME_S = 1e-6  # far above the rounding of float64 seconds, below any difference that matters
 
 
-def check_invariants(trace: Trace) -> list[Check]:
-    """Return all checks of this module.
-
-    If the first one fails, the values cannot be used in computations, and it is the only one returned.
-    """
-    first = values_are_possible(trace)
-    if not first.passed:
-        return [first]
-    recount = Recount(trace)
-    of_rows = [seq_is_unbroken(trace, recount), *(check(recount) for check in INVARIANTS)]
-    return [first, *of_rows, evaluations_come_when_due(trace), *check_training(trace)]
+def check_invariants(recount: Recount) -> list[Check]:
+    """Return all checks of this module but the first, `values_are_possible`, which must have passed."""
+    trace = recount.trace
+    return [*(check(recount) for check in INVARIANTS), evaluations_come_when_due(trace), *check_training(trace)]
 
 
 def values_are_possible(trace: Trace) -> Check:
@@ -81,7 +71,7 @@ def _worker_and_time(rows: Rows, table: str, n_workers: int) -> Part:
     return ~right, describe_columns(f"/{table}", rows, "seq", "worker", "now_s")
 
 
-def seq_is_unbroken(trace: Trace, recount: Recount) -> Check:
+def seq_is_unbroken(recount: Recount) -> Check:
     """Check that `seq` numbers the rows of four tables, each number once and, in a finished trace, none missing.
 
     In an unfinished trace the first missing number is that of a contribution whose outcome was open at the end. It can
@@ -91,7 +81,7 @@ def seq_is_unbroken(trace: Trace, recount: Recount) -> Check:
     So may workers that a departure releases where the pushes of blocked workers are added to the next update. Where
     these pushes are applied when their workers are released, the others continue, too (`_without_a_holder`).
     """
-    seqs = recount.seqs
+    trace, seqs = recount.trace, recount.seqs
     parts: list[Part] = [(np.diff(seqs) == 0, lambda i: f"seq {seqs[i]} occurs twice")]
     for table in ("grants", "decisions", "membership"):
         column = trace.tables[table]["seq"]
@@ -149,21 +139,13 @@ def _without_a_holder(trace: Trace, holes: Rows) -> Rows:
 
 def _answers_a_return(trace: Trace, grants: Rows) -> Rows:
     """Return which grants follow a join as their worker's last event, shape (n_grants,)."""
-    events = [
-        (
-            table["worker"],
-            table["seq"],
-            table["change"] == Change.JOINED if name == "membership" else np.zeros(len(table), bool),
-        )
-        for name in ("pushes", "membership")
-        for table in [trace.tables[name]]
-    ]
-    worker, seq, joins = (np.concatenate(columns) for columns in zip(*events, strict=True))
-    found = np.zeros(len(grants), bool)
-    for i, grant in enumerate(grants):
-        before = (worker == grant["worker"]) & (seq < grant["seq"])
-        found[i] = before.any() and joins[before][np.argmax(seq[before])]
-    return found
+    pushes, changes = trace.tables["pushes"], trace.tables["membership"]
+    seq, worker = (np.append(pushes[column], changes[column]) for column in ("seq", "worker"))
+    joins = np.append(np.zeros(len(pushes), bool), changes["change"] == Change.JOINED)
+    order = np.argsort(seq)
+    before = np.searchsorted(seq[order], grants["seq"]) - 1
+    last = last_of(worker[order], np.arange(len(order)), grants["worker"], before)
+    return np.append(joins[order], False)[last]  # row -1, none before, is the False
 
 
 def times_never_decrease(recount: Recount) -> Check:
@@ -212,9 +194,7 @@ def each_push_is_granted_once(recount: Recount) -> Check:
     an unfinished run.
     """
     events, grants, follows = recount.events, recount.grants, recount.grant_count
-    again = np.ones(len(grants), bool)
-    again[np.unique(recount.answered, return_index=True)[1]] = False
-    wrong = again | (recount.answered < 0) | (grants["iteration"] != follows + 1)
+    wrong = repeated(recount.answered) | (recount.answered < 0) | (grants["iteration"] != follows + 1)
     unanswered = ~recount.leaves & ~recount.is_last
     unanswered[recount.answered[recount.answered >= 0]] = False
     return check_all(
@@ -416,6 +396,7 @@ def stop_grants_end_the_run(recount: Recount) -> Check:
 
 
 INVARIANTS: tuple[Callable[[Recount], Check], ...] = (
+    seq_is_unbroken,
     times_never_decrease,
     iterations_count_pushes,
     each_push_is_granted_once,

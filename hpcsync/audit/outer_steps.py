@@ -12,13 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from hpcsync.audit.check import Check, check_all, check_rows
+from hpcsync.audit.check import SAME, Check, alike, check_all, check_rows
 from hpcsync.audit.server_recount import Recount
 from hpcsync.paradigms.options import ParadigmOptions
 from hpcsync.paradigms.records import UNUSED
 from hpcsync.trace.schema import ELAPSED, Change, Outcome
-
-SAME = 1e-9  # relative difference of floats that are computed in another order
 
 
 def check_outer_steps(recount: Recount, options: Any) -> list[Check]:
@@ -59,7 +57,7 @@ def weights_are_shares(recount: Recount, *, by_samples: bool) -> Check:
     weight = recount.pushes["weight"]
     return check_rows(
         f"weights are shares of the update's {'samples' if by_samples else 'contributions'}",
-        known & ~(np.abs(weight - expected) <= SAME * expected),
+        known & ~alike(weight, expected),
         lambda i: f"push of seq {recount.pushes['seq'][i]} has weight {weight[i]}, not {expected[i]}",
     )
 

@@ -12,6 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
+from hpcsync.audit.check import SAME_TIME_S
 from hpcsync.audit.clock_errors import clock_errors_s
 from hpcsync.paradigms.gossip import PeerSelection
 from hpcsync.paradigms.records import ALL_PEERS, NO_PEER
@@ -19,8 +20,6 @@ from hpcsync.planning.layer_groups import Groups
 from hpcsync.trace.iteration_counts import running_count
 from hpcsync.trace.reader import Trace
 from hpcsync.trace.schema import Change, Rows
-
-SAME_TIME_S = 1e-6  # far above the rounding of float64 seconds, below any difference that matters
 
 
 def previous(workers: Rows) -> Rows:

@@ -14,8 +14,8 @@ import numpy as np
 
 from hpcsync.audit.averages import averages_are_atomic, averages_are_noticed
 from hpcsync.audit.batch_agreement import check_agreed_sizes
-from hpcsync.audit.check import Check, Part, check_all, check_rows, describe_columns
-from hpcsync.audit.peer_recount import SAME_TIME_S, PeerRecount, previous
+from hpcsync.audit.check import DURATIONS, SAME, SAME_TIME_S, Check, Part, check_all, check_rows, describe_columns
+from hpcsync.audit.peer_recount import PeerRecount, previous
 from hpcsync.audit.progress import evaluations_agree, evaluations_come_when_due
 from hpcsync.audit.stanza import check_separation
 from hpcsync.audit.training import check_training
@@ -28,8 +28,6 @@ from hpcsync.training.lr_schedule import learning_rate, worker_rate
 
 OF_SERVERS = ("pushes", "grants")
 TIMES = ("now_s", "begin_s", "end_s")
-DURATIONS = ("load_s", "compute_s", "wait_s", "comm_s")
-SAME_WEIGHT = 1e-9
 
 
 def check_exchanges(trace: Trace) -> list[Check]:
@@ -249,7 +247,7 @@ def weights_add_up(run: PeerRecount) -> Check:
         "push-sum weights add up",
         (wrong, lambda i: f"/exchanges row {i}: worker {rows['worker'][i]} has weight {weight[i]}, it kept {kept[i]}"),
         (
-            np.array([run.finished and lost > SAME_WEIGHT * run.n_workers]),
+            np.array([run.finished and lost > SAME * run.n_workers]),
             lambda _: f"at the end the sum of the workers' weights is {total}, not {expected[0]}",
         ),
     )

@@ -12,12 +12,10 @@ from dataclasses import replace
 import numpy as np
 
 from hpcsync.audit.check import Check
-from hpcsync.audit.server_recount import Recount
+from hpcsync.audit.server_recount import NUMBERED, Recount
 from hpcsync.paradigms.options import ParadigmOptions
 from hpcsync.trace.iteration_counts import NEVER
 from hpcsync.trace.schema import Change, Rows
-
-NUMBERED = ("pushes", "grants", "decisions", "membership")  # tables with a `seq`
 
 
 def by_phase(recount: Recount, check: Callable[[Recount], list[Check]]) -> list[Check]:

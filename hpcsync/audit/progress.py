@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hpcsync.audit.check import Check, Part, check_all, check_rows, describe_columns
+from hpcsync.audit.check import SAME_TIME_S, Check, Part, check_all, check_rows, describe_columns
 from hpcsync.audit.clock_errors import DRIFT
 from hpcsync.audit.server_recount import Recount
 from hpcsync.config.job import Script
@@ -16,7 +16,6 @@ from hpcsync.trace.reader import Trace
 from hpcsync.trace.schema import Change, Rows
 from hpcsync.training.lr_schedule import learning_rate
 
-SAME_TIME_S = 1e-6
 TIMED = ("pushes", "grants", "updates", "exchanges", "membership")
 RATE = 1e-12  # largest relative difference between equal rates
 

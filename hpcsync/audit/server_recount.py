@@ -17,6 +17,8 @@ from hpcsync.trace.iteration_counts import NEVER, follow, running_count
 from hpcsync.trace.reader import Trace
 from hpcsync.trace.schema import ELAPSED, EVALUATED, EVENTS, Change, Outcome, Rows
 
+NUMBERED = ("pushes", "grants", "decisions", "membership")  # tables with a `seq`
+
 
 class Recount:
     """Rows of a trace up to the first missing one, and quantities that follow from their order.
@@ -48,7 +50,7 @@ class Recount:
         self.n_workers = trace.n_workers
         self.grants_first = trace.job.paradigm.grants_first
         tables = trace.tables
-        numbered = [tables[name] for name in ("pushes", "grants", "decisions", "membership")]
+        numbered = [tables[name] for name in NUMBERED]
         self.seqs = np.sort(np.concatenate([table["seq"] for table in numbered]))
         self.horizon = NEVER if trace.finished else _first_missing(self.seqs)
         kept = [table[table["seq"] < self.horizon] for table in numbered]
@@ -115,16 +117,22 @@ class Recount:
 
     def left_after(self, worker: Rows, event: Rows) -> Rows:
         """Return each worker's first departure after an event, as an index into `events`, or NEVER."""
-        return _next(self.events["worker"], np.flatnonzero(self.leaves), worker, event)
+        return next_of(self.events["worker"], np.flatnonzero(self.leaves), worker, event)
 
     def is_active(self, worker: Rows, event: Rows) -> Rows:
         """Return whether each worker is active after an event (-1: before all events)."""
-        joined = _next(self.events["worker"], np.flatnonzero(self.events["joins"]), worker, event)
-        # The worker's next change tells its present state; without one, its last change does.
-        left, active = self.left_after(worker, event), np.ones(self.n_workers, bool)
-        for change in np.flatnonzero(~self.events["is_push"]).tolist():
-            active[self.events["worker"][change]] = self.events["joins"][change]
-        return np.where((left == NEVER) & (joined == NEVER), active[worker], left < joined)
+        change = last_of(self.events["worker"], self._changes, worker, event)
+        return self._joins[change]
+
+    @cached_property
+    def _changes(self) -> Rows:
+        """Events that are departures and joins, as indices into `events`."""
+        return np.flatnonzero(~self.events["is_push"])
+
+    @cached_property
+    def _joins(self) -> Rows:
+        """Events that are joins; at index -1 True, as all workers are active before their first change."""
+        return np.append(self.events["joins"], True)
 
     def active(self, event: int) -> Rows:
         """Return the workers that are active after this event, ascending."""
@@ -180,17 +188,14 @@ class Recount:
     @cached_property
     def grant_count(self) -> Rows:
         """Number of pushes of the worker before each grant, shape (n_grants,)."""
-        order = np.lexsort((self.pushes["seq"], self.pushes["worker"]))
-        stride = int(max(self.seqs[-1], 0)) + 1 if len(self.seqs) else 1
-        before = self.pushes["worker"][order] * stride + self.pushes["seq"][order]
-        worker = self.grants["worker"].astype(np.int64)
-        upto = np.searchsorted(before, worker * stride + self.grants["seq"])
-        return upto - np.searchsorted(before, worker * stride)
+        before = np.searchsorted(self.pushes["seq"], self.grants["seq"]) - 1
+        last = last_of(self.pushes["worker"], np.arange(len(self.pushes)), self.grants["worker"], before)
+        return np.append(self.push_count, 0)[last]  # row -1, none before, is the 0
 
     @cached_property
     def answered(self) -> Rows:
         """Event that each grant answers: the worker's last push or join before it, or -1; shape (n_grants,)."""
-        return _last(self.events["worker"], np.flatnonzero(~self.leaves), self.grants["worker"], self.grant_event)
+        return last_of(self.events["worker"], np.flatnonzero(~self.leaves), self.grants["worker"], self.grant_event)
 
     @cached_property
     def grant_lead(self) -> Rows:
@@ -209,7 +214,7 @@ class Recount:
     def push_permit(self) -> Rows:
         """Row in `grants` that started the iteration of each push, or -1; shape (n_pushes,)."""
         before = np.searchsorted(self.grants["seq"], self.pushes["seq"]) - 1
-        return _last(self.grants["worker"], np.arange(len(self.grants)), self.pushes["worker"], before)
+        return last_of(self.grants["worker"], np.arange(len(self.grants)), self.pushes["worker"], before)
 
     @cached_property
     def begins_anew(self) -> Rows:
@@ -221,7 +226,7 @@ class Recount:
     def following(self) -> Rows:
         """Next event of the same worker after each event, or NEVER; shape (n_events,)."""
         every = np.arange(len(self.events))
-        return _next(self.events["worker"], every, self.events["worker"], every)
+        return next_of(self.events["worker"], every, self.events["worker"], every)
 
     @cached_property
     def is_last(self) -> Rows:
@@ -233,6 +238,22 @@ class Recount:
     def may_be_cut(self) -> Rows:
         """Pushes that may have fewer local steps than granted, because their workers leave afterwards."""
         return self.is_last[self.push_event]
+
+    def in_force(self, controller: str, worker: Rows, seq: Rows, first: Rows | float) -> Rows:
+        """Return what a controller last chose for each worker before each seq.
+
+        Parameters
+        ----------
+        controller
+            Name in the column `controller` of /decisions.
+        worker, seq
+            Shape (n,).
+        first
+            Value before the controller's first choice, for all or of shape (n,).
+        """
+        rows = self.decisions[self.decisions["controller"] == controller.encode()]
+        last = last_of(rows["worker"], np.arange(len(rows)), worker, np.searchsorted(rows["seq"], seq) - 1)
+        return np.where(last >= 0, np.append(rows["chosen"], np.nan)[last], first)
 
     @cached_property
     def switch_seq(self) -> int:
@@ -370,7 +391,7 @@ class Recount:
             # and been blocked with this contribution.
             push = self.push_event[self.applied]
             after = np.searchsorted(self.grant_event, push)
-            grant = _next(
+            grant = next_of(
                 self.grants["worker"], np.arange(len(self.grants)), self.pushes["worker"][self.applied], after - 1
             )
             known = grant != NEVER
@@ -406,42 +427,25 @@ def _first_missing(seqs: Rows) -> int:
     return int(holes[0]) + 1 if len(holes) else len(seqs) + 1
 
 
-def _next(worker_of: Rows, among: Rows, worker: Rows, after: Rows) -> Rows:
+def next_of(worker_of: Rows, among: Rows, worker: Rows, after: Rows) -> Rows:
     """Return the first of the rows `among` after each `after` that is the worker's, or NEVER. among: ascending."""
-    key, wanted, order = _keys(worker_of, among, worker, after)
-    place = np.searchsorted(key, wanted, side="right")
-    row = np.append(among[order], 0)[place]
-    return (
-        np.where((place < len(key)) & (worker_of[row] == worker), row, NEVER)
-        if len(among)
-        else np.full(len(wanted), NEVER)
-    )
+    return _beside(worker_of, among, worker, after, 0, NEVER)
 
 
-def _last(worker_of: Rows, among: Rows, worker: Rows, upto: Rows) -> Rows:
+def last_of(worker_of: Rows, among: Rows, worker: Rows, upto: Rows) -> Rows:
     """Return the last of the rows `among` up to each `upto` that is the worker's, or -1. among: ascending."""
-    key, wanted, order = _keys(worker_of, among, worker, upto)
-    place = np.searchsorted(key, wanted, side="right") - 1
-    row = np.append(among[order], 0)[place]
-    return np.where((place >= 0) & (worker_of[row] == worker), row, -1) if len(among) else np.full(len(wanted), -1)
+    return _beside(worker_of, among, worker, upto, -1, -1)
 
 
-def _keys(worker_of: Rows, among: Rows, worker: Rows, row: Rows) -> tuple[Rows, Rows, Rows]:
-    """Return sort keys that order by worker, then by row.
-
-    Returns
-    -------
-    keys
-        Of the rows `among`, ascending.
-    wanted
-        Of the pairs of `worker` and `row`.
-    order
-        The permutation that sorts `among` by key.
-    """
-    stride = np.int64(len(worker_of) + 2)
-    key = worker_of[among].astype(np.int64) * stride + among + 1
-    order = np.argsort(key, kind="stable")
-    return key[order], worker * stride + np.minimum(row, len(worker_of)) + 1, order
+def _beside(worker_of: Rows, among: Rows, worker: Rows, row: Rows, offset: int, otherwise: int) -> Rows:
+    """Return the worker's row at this offset from its first one after each `row`; `otherwise` if there is none."""
+    stride = len(worker_of) + 2
+    ordered = among[np.argsort(worker_of[among], kind="stable")]  # by worker, then by row
+    keys = worker_of[ordered].astype(np.int64) * stride + ordered
+    wanted = worker.astype(np.int64) * stride + np.minimum(row, len(worker_of))
+    place = np.searchsorted(keys, wanted, side="right") + offset
+    own = np.append(worker_of[ordered], -1)[place] == worker
+    return np.where(own, np.append(ordered, otherwise)[place], otherwise)
 
 
 def _lookup(keys: Rows, wanted: Rows) -> Rows:

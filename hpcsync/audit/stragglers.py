@@ -11,13 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpcsync.audit.check import Check, check_all, describe_columns
+from hpcsync.audit.check import SAME_TIME_S, Check, check_all, describe_columns
 from hpcsync.core.straggler_detector import KNOWN, NORMAL, SHARE, SLACK_S, SPREAD, WINDOW
 from hpcsync.paradigms.records import UNTIL
 from hpcsync.trace.reader import Trace
 from hpcsync.trace.schema import Phase, Rows
-
-SAME_S = 1e-6
 
 
 class _Iterations(NamedTuple):
@@ -47,7 +45,7 @@ def check_stalls(trace: Trace) -> list[Check]:
         iterations, stall = of_worker[int(stalls["worker"][i])], stalls[i]
         (at,) = np.nonzero((iterations.number == stall["iteration"]) & (iterations.begin_s <= stall["now_s"]))
         lasted[i] = len(at) and _lasted(iterations, at[-1], stall)
-        expected[i] = len(at) and abs(stall["deadline_s"] - _deadline_s(iterations, at[-1])) < SAME_S
+        expected[i] = len(at) and abs(stall["deadline_s"] - _deadline_s(iterations, at[-1])) < SAME_TIME_S
     describe = describe_columns("/stalls", stalls, *stalls.dtype.names or ())
     lasting = check_all(
         "stalled iterations lasted as long as recorded", *((~valid, describe) for valid in (possible, overdue, lasted))
@@ -79,7 +77,7 @@ def _exchanging(trace: Trace, worker: int) -> _Iterations:
 def _lasted(iterations: _Iterations, at: int, stall: np.void) -> bool:
     """Return True if the iteration was in progress and had lasted that long, not counting blocked time."""
     since_s, until_s = iterations.begin_s[at], iterations.end_s[at]
-    return bool(stall["now_s"] <= until_s + SAME_S and stall["lasted_s"] < stall["now_s"] - since_s + SAME_S)
+    return bool(stall["now_s"] <= until_s + SAME_TIME_S and stall["lasted_s"] < stall["now_s"] - since_s + SAME_TIME_S)
 
 
 def _deadline_s(iterations: _Iterations, at: int) -> float:

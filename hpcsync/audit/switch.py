@@ -10,13 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from hpcsync.audit.check import Check, check_all
+from hpcsync.audit.check import Check, alike, check_all
 from hpcsync.audit.phases import updates_before
 from hpcsync.audit.server_recount import Recount
 from hpcsync.trace.iteration_counts import NEVER
 from hpcsync.trace.schema import Rows
-
-SAME = 1e-9  # largest relative difference between means of the same losses
 
 
 def check_switch(recount: Recount, options: Any) -> list[Check]:
@@ -53,7 +51,7 @@ def switch_is_due(recount: Recount, options: Any) -> Check:
         (np.array([len(rows) > 1]), lambda _: f"{len(rows)} switches"),
         (np.array([first != n_rounds]), lambda _: f"it is due with version {first}, but follows version {n_rounds}"),
         (
-            ~np.isclose(recorded, expected, rtol=SAME, atol=0, equal_nan=True),
+            ~alike(recorded, expected),
             lambda i: f"the switch is recorded with {recorded[i]}, the recount gives {expected[i]}",
         ),
     )

@@ -21,7 +21,7 @@ from hpcsync.audit.check import Check
 from hpcsync.audit.compression import check_payloads
 from hpcsync.audit.description import check_absences, check_clocks, check_job, check_link, check_rows
 from hpcsync.audit.gradient_norms import check_norms
-from hpcsync.audit.invariants import check_invariants
+from hpcsync.audit.invariants import check_invariants, values_are_possible
 from hpcsync.audit.peers import check_exchanges
 from hpcsync.audit.replay import replay
 from hpcsync.audit.server_recount import Recount
@@ -78,13 +78,13 @@ def _check_peers(trace: Trace) -> list[Check]:
 
 
 def _check_served(trace: Trace) -> list[Check]:
-    invariants = check_invariants(trace)
-    if not invariants[0].passed:
-        return invariants
+    first = values_are_possible(trace)
+    if not first.passed:
+        return [first]  # values cannot be used in computations
     recount = Recount(trace)
     replayed = replay(recount, create_paradigm(trace.job), create_assignments(trace.job))
     bounds = [*check_bounds(recount), *check_sizes(recount), *check_payloads(recount), *check_norms(trace)]
-    return [*replayed, *invariants, *bounds, *check_stalls(trace)]
+    return [*replayed, first, *check_invariants(recount), *bounds, *check_stalls(trace)]
 
 
 def render(checks: list[Check]) -> RenderableType:

@@ -1,5 +1,6 @@
 """The recount, compared with slow reference implementations."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -198,3 +199,27 @@ def test_update_events(paradigm, leave):
         assert seq >= before
         grants = recount.grants["seq"]
         assert not ((grants > before) & (grants < seq)).any()
+
+
+def test_many_workers_with_many_rows_are_told_apart():
+    """The product of a worker's number and a `seq` may exceed 32 bits, the type of the column `worker`."""
+    trace = record("ashl", jitter=0.5)
+
+    def moved(table):
+        rows = table.copy()
+        rows["worker"] += 1000
+        rows["seq"] += 3_000_000
+        return rows
+
+    tables = {
+        name: moved(rows) if "seq" in rows.dtype.names and name != "starts" else rows
+        for name, rows in trace.tables.items()
+    }
+    attributes = {**trace.attributes, "n_workers": 1000 + trace.n_workers}
+    few, many = Recount(trace), Recount(dataclasses.replace(trace, tables=tables, attributes=attributes))
+    assert many.grant_count.tolist() == few.grant_count.tolist()
+    chosen = [
+        each.in_force("local-steps", each.grants["worker"], each.grants["seq"], 1.0).tolist() for each in (few, many)
+    ]
+    assert chosen[0] == chosen[1]
+    assert len(set(chosen[0])) > 1
