@@ -26,7 +26,6 @@ WRONG = {
     Problem.WEIGHTS_CHANGED: "the script has changed the values of parameters, such as by clamping or loading them: "
     "the servers' weights replace them",
 }
-BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the size of an element
 UNEVEN = 0.05  # part of the steps by which workers may differ without a word
 
 
@@ -50,7 +49,7 @@ class StepChecks:
         self._connected = self._parameters()
         self._in_groups = self._groups()
         self._n_checked = 0
-        self._read: list[int] = []  # sums of the parameters that were read for the next step, if it looks at them
+        self._read: list[float] = []  # norms of the parameters that were read for the next step, if it looks at them
         self._to_step: set[int] = set()  # optimizers that have not stepped since a gradient was computed
         trained = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
         require = [p.requires_grad for p in trained]
@@ -73,7 +72,7 @@ class StepChecks:
 
         It takes a pass over all of them, in steps 1, 2, 3, 5, 9, ...
         """
-        self._read = self._sums() if is_rare(self._n_checked) else []
+        self._read = self._norms() if is_rare(self._n_checked) else []
 
     def problem(self, losses: Sequence[float], gradient: torch.Tensor, stepping: int = 0) -> Problem:
         """Return what is wrong with the step under way.
@@ -92,7 +91,7 @@ class StepChecks:
         read, self._read = self._read, []
         if self.model_changed() or (not computed and self._parameters() != self._connected):
             return Problem.MODEL_CHANGED
-        if read and self._sums() != read:
+        if read and self._differ_from(read):
             return Problem.WEIGHTS_CHANGED
         if not computed:
             return Problem.NO_GRADIENT
@@ -120,11 +119,21 @@ class StepChecks:
     def _parameters(self) -> list[int]:
         return [id(p) for p in self._model.parameters()]
 
-    def _sums(self) -> list[int]:
-        """Return for each trained parameter the sum of its elements' bits, an integer."""
+    def _differ_from(self, norms: Sequence[float]) -> bool:
+        """Return whether a trained parameter has another norm, by more than the rounding of a change to and fro."""
         assert self._flat is not None
-        sums = [p.detach().view(BITS[p.itemsize]).sum() for p in self._flat.parameters]
-        return [*map(int, torch.stack(sums).tolist())]  # one wait for a GPU, not one each
+        rounding = [torch.finfo(p.dtype).eps for p in self._flat.parameters]
+        now = self._norms()
+        return any(abs(a - b) > eps * b for a, b, eps in zip(now, norms, rounding, strict=True))
+
+    def _norms(self) -> list[float]:
+        """Return the sum of the absolute values of each trained parameter."""
+        assert self._flat is not None
+        types = [torch.promote_types(p.dtype, torch.float32) for p in self._flat.parameters]
+        parameters = zip(self._flat.parameters, types, strict=True)
+        norms = [torch.linalg.vector_norm(p.detach(), 1, dtype=dtype).double() for p, dtype in parameters]
+        found: list[float] = torch.stack(norms).tolist()  # one wait for a GPU, not one each
+        return found
 
     def _groups(self) -> list[int]:
         groups = chain.from_iterable(optimizer.param_groups for optimizer in self._optimizers)

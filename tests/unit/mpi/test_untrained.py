@@ -114,7 +114,10 @@ def train(paradigm: dict[str, Any], out: Path, mistake: str) -> None:
 
 
 def change_weights(paradigm: dict[str, Any], out: Path, change: str, dtype: torch.dtype) -> None:
-    """Train, and change the weights: before the first step ("loaded"), after another one, or to and fro ("swapped")."""
+    """Train, and change the weights: before the first step ("loaded"), after another one, or to and fro.
+
+    That is as an evaluation of averages does ("swapped"), or sharpness-aware minimisation ("perturbed").
+    """
     name, options = paradigm["name"], {key: value for key, value in paradigm.items() if key != "name"}
 
     def script(comm: Any) -> None:
@@ -128,9 +131,14 @@ def change_weights(paradigm: dict[str, Any], out: Path, change: str, dtype: torc
             for step, inputs in enumerate(sync.shard(x, batch_size=4, epochs=None)):
                 if step == STEPS:
                     break
+                steps_away = [torch.full_like(p, 0.01) for p in model.parameters() if change == "perturbed"]
+                for p, away in zip(model.parameters(), steps_away, strict=False):
+                    p.data.add_(away)
                 loss = model(inputs).square().mean()
                 optimizer.zero_grad()
                 loss.backward()
+                for p, away in zip(model.parameters(), steps_away, strict=False):
+                    p.data.sub_(away)
                 sync.step(loss)
                 if (change, step) in (("clamped", 0), ("clamped later", 3), ("swapped", 0)):
                     before = copy.deepcopy(model.state_dict())
@@ -148,7 +156,9 @@ def failed(trace: Path) -> set[str]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("name", ["bsp", "asp", "k-sync", "easgd", "allreduce"])
-@pytest.mark.parametrize(("change", "iteration"), [("loaded", 1), ("clamped", 2), ("clamped later", 5), ("swapped", 0)])
+@pytest.mark.parametrize(
+    ("change", "iteration"), [("loaded", 1), ("clamped", 2), ("clamped later", 5), ("swapped", 0), ("perturbed", 0)]
+)
 def test_weights_that_servers_replace_must_not_be_changed(tmp_path, name, change, iteration, dtype):
     lost = iteration > 0 and name not in ("easgd", "allreduce")  # whose workers have weights of their own
     words = f"worker ., iteration {iteration}, version .*: {re.escape(WRONG[Problem.WEIGHTS_CHANGED])}$"
