@@ -24,6 +24,7 @@ from hpcsync.system import launcher
 MARK = "HPCSYNC_TEST"
 LIMIT_S = 240.0  # on a busy machine
 GONE_S = 60.0  # likewise; what is gone at once on a free one takes 6 s where a core is five times slower
+SESSIONS = tempfile.TemporaryDirectory(prefix="mpiexec-")
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 
@@ -33,7 +34,8 @@ def hpcsync(*arguments: object) -> list[str]:
 
 def mpiexec(n: int, *arguments: object) -> list[str]:
     """n ranks of this Python, started without `hpcsync run`. It needs the environment that `launcher` makes."""
-    return [*launcher.mpiexec(), "-n", str(n), sys.executable, *map(str, arguments)]
+    session = f"{launcher.SESSION_FOLDER}={tempfile.mkdtemp(dir=SESSIONS.name)}"
+    return ["env", session, *launcher.mpiexec(), "-n", str(n), sys.executable, *map(str, arguments)]
 
 
 class Program:
