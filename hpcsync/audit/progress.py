@@ -11,7 +11,7 @@ from hpcsync.audit.check import SAME_TIME_S, Check, Part, check_all, check_rows,
 from hpcsync.audit.clock_errors import DRIFT
 from hpcsync.audit.server_recount import Recount
 from hpcsync.config.job import Script
-from hpcsync.config.workloads import Function, Timing
+from hpcsync.config.workloads import Function, Linear, Timing
 from hpcsync.trace.reader import Trace
 from hpcsync.trace.schema import Change, Rows
 from hpcsync.training.lr_schedule import learning_rate
@@ -150,6 +150,7 @@ def evaluations_come_when_due(trace: Trace) -> Check:
     evaluations are checked from the second one after the last resume. An evaluation that reaches the job's target ends
     the run, after which only that of the last version follows. A version is evaluated before the next one is made.
     A paradigm may ask for further evaluations, which the checks of its guarantees compare with its needs.
+    Every workload of hpcsync that classifies has an accuracy, and least squares has none.
     """
     job, rows = trace.job, trace.tables["evaluations"]
     every = job.evaluation.every_samples
@@ -165,6 +166,9 @@ def evaluations_come_when_due(trace: Trace) -> Check:
     missing = reached[~_is_evaluated(trace, reached)] if each and len(rows) else np.zeros(0, int)
     missing = missing if trace.finished else missing[missing < rows["version"].max(initial=0)]
     share = rows["accuracy"]
+    impossible = ~np.isnan(share) & ~((share >= 0) & (share <= 1))
+    if not isinstance(job.workload, Function | Script | Timing):
+        impossible |= np.isnan(share) != isinstance(job.workload, Linear)
     # NaN may be followed by numbers: the user's evaluation may return anything, a worker that joins brings its weights.
     joins = trace.tables["membership"]["change"] == Change.JOINED
     may_recover = isinstance(job.workload, Function | Script) or bool(joins.any())
@@ -188,14 +192,8 @@ def evaluations_come_when_due(trace: Trace) -> Check:
             np.array([trace.finished and not len(rows) and not isinstance(job.workload, Function | Script | Timing)]),
             lambda _: "/evaluations has no row, but the last version is always evaluated",
         ),
-        (
-            ~np.isnan(share) & ~((share >= 0) & (share <= 1)),
-            describe_columns("/evaluations", rows, "version", "accuracy"),
-        ),
-        (
-            (_is_lost(rows["loss"]) | _is_lost(rows["accuracy"])) & (not may_recover),
-            describe_columns("/evaluations", rows, "version", "loss", "accuracy"),
-        ),
+        (impossible, describe_columns("/evaluations", rows, "version", "accuracy")),
+        (_is_lost(rows["loss"]) & (not may_recover), describe_columns("/evaluations", rows, "version", "loss")),
         (
             ~(rows["now_s"] <= until_s),
             lambda i: (
@@ -244,13 +242,10 @@ def _is_evaluated(trace: Trace, version: Rows) -> Rows:
     return np.searchsorted(evaluated, version) < np.searchsorted(evaluated, until, side="right")
 
 
-def _is_lost(values: Rows) -> Rows:
-    """Return which values are NaN between others that are numbers: weights that are not finite do not become so again.
-
-    All are NaN if there is no such value, such as an accuracy of a regression.
-    """
-    known = np.flatnonzero(~np.isnan(values))
-    lost = np.isnan(values)
+def _is_lost(losses: Rows) -> Rows:
+    """Return which losses are NaN before one that is a number: weights that are not finite do not become so again."""
+    known = np.flatnonzero(~np.isnan(losses))
+    lost = np.isnan(losses)
     lost[known[-1] if len(known) else 0 :] = False
     return lost
 

@@ -6,8 +6,9 @@ import math
 import numpy as np
 import pytest
 
-from hpcsync.audit.trace_audit import audit
-from hpcsync.config.workloads import Function, Linear, Script
+from hpcsync.audit.progress import evaluations_come_when_due
+from hpcsync.config.workloads import Digits, Function, Linear, Script
+from tests.unit.audit.failing import failing
 from tests.unit.simulator.running import simulate, timing_job
 from tests.unit.trace.recorder import attributes, edit, on_ranks, record, with_rows, with_status
 
@@ -15,10 +16,6 @@ RATES = "learning rates follow the schedule"
 TIMES = "times of an iteration add up"
 DUE = "evaluations come when they are due"
 END = "the stopping rule ended the run"
-
-
-def failing(trace):
-    return {check.name for check in audit(trace) if not check.passed}
 
 
 def of_job(trace, **tables):
@@ -174,6 +171,24 @@ def test_only_an_evaluation_of_the_user_may_return_nan_and_then_a_number(trace):
     lost = edit(trace, "evaluations", 2, loss=math.nan)
     assert failing(lost) == {DUE}
     assert DUE not in failing(of_job(lost, workload=Function(name="mine:train")))
+
+
+def test_workloads_that_classify_have_an_accuracy_and_least_squares_has_none(trace):
+    rows = trace.tables["evaluations"]
+
+    def is_due(workload, accuracy):
+        given = rows.copy()
+        given["accuracy"] = accuracy
+        return evaluations_come_when_due(of_job(with_rows(trace, "evaluations", given), workload=workload))
+
+    digits, linear, mine = Digits(name="digits"), Linear(name="linear"), Function(name="mine:train")
+    assert is_due(digits, 0.5).passed
+    lost = is_due(digits, math.nan)
+    assert not lost.passed
+    assert lost.detail.startswith("/evaluations row 0: version 5, accuracy nan")
+    assert is_due(linear, math.nan).passed
+    assert not is_due(linear, 0.5).passed
+    assert is_due(mine, math.nan).passed and is_due(mine, 0.5).passed
 
 
 def test_another_stopping_rule(trace):

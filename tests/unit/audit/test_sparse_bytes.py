@@ -56,8 +56,10 @@ def test_a_trace_without_the_sizes_is_checked_as_far_as_it_can_be(tmp_path):
     sizes = {name: trace.attributes[name] for name in ("tensors", "element_bytes")}
     unknown = {name: value for name, value in trace.attributes.items() if name not in sizes}
     more = edit(trace, "pushes", 3, wire_bytes=trace.tables["pushes"]["wire_bytes"][3] + 8)
-    assert passes(dataclasses.replace(more, attributes=unknown))
+    assert passes(dataclasses.replace(more, attributes={**unknown, "format_version": 8}))
     assert passes(dataclasses.replace(trace, attributes={**unknown, **sizes}))
+    (check,) = (check for check in audit(dataclasses.replace(trace, attributes=unknown)) if not check.passed)
+    assert check.detail == "no sizes of tensors follow from the attributes element_bytes, tensors"
     for name, value in sizes.items():
         assert not passes(dataclasses.replace(trace, attributes={**unknown, name: value})), "without the other one"
     for tensors in ("[", "[]"):

@@ -93,7 +93,7 @@ class Work:
         self.local_steps, self.n_samples = n_steps, of_push // max(1, assignment.local_steps) * n_steps
         self.pull_s, self.compute_s = 0.125 * load * iteration_s, n_steps * step_s
         self.push_s, self.encode_s = 0.125 * sent * load * iteration_s, (sent < 1) * 0.05 * load * iteration_s
-        self.wire_bytes = 2000 + int(2000 * sent)
+        self.wire_bytes = 2000 + 8 * job.compresses + int(2000 * sent)
         self.took_s = self.pull_s + self.compute_s + self.push_s + self.encode_s
 
 
@@ -238,6 +238,8 @@ def as_trace(job, rows, decision_fields=(), status="finished"):
 
 def attributes(job, status=None):
     own = {"status": status, "format": FORMAT, "format_version": FORMAT_VERSION} if status else {}
+    if job.has_servers and job.compresses:  # those of `Work`
+        own |= {"tensors": "[[500, false, 1]]", "element_bytes": 4}
     return {
         "job": job.to_toml(),
         "paradigm": job.paradigm.name,
