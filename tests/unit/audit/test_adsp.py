@@ -10,10 +10,10 @@ from hpcsync.audit.ashl import algorithm_1, algorithm_2
 from hpcsync.audit.bounds import check_bounds
 from hpcsync.audit.compression import check_payloads
 from hpcsync.audit.server_recount import Recount
-from hpcsync.audit.trace_audit import audit
 from hpcsync.paradigms import Apply, Drop
 from hpcsync.paradigms.ashl import ASHL as ASHLPolicy
 from hpcsync.paradigms.records import Problem
+from tests.unit.audit.failing import failing, failing_bounds
 from tests.unit.audit.test_bounds import delay_grant
 from tests.unit.recorder import Recorder
 from tests.unit.trace import recorder
@@ -33,10 +33,6 @@ from tests.unit.trace.recorder import (
 
 FIXED = 'name = "adsp"\ncheck_period_s = 12\ninterval_min_s = 2\ncommits = 3'
 SEARCHING = 'name = "adsp"\ncheck_period_s = 3\ninterval_min_s = 0.5\nsearch_every_s = 10'
-
-
-def failing(trace, checks=check_bounds):
-    return {check.name for check in checks(Recount(trace)) if not check.passed}
 
 
 def rows_of(trace, controller):
@@ -64,9 +60,9 @@ def test_a_commit_whose_steps_were_all_skipped_has_no_weight(adsp):
     row = int(np.flatnonzero(adsp.tables["pushes"]["weight"] > 0)[3])
     skipped = edit(adsp, "pushes", row, problem=Problem.SKIPPED, weight=0.0)
     name = "each commit has weight 1 / n_workers"
-    assert name not in failing(skipped)
-    assert name in failing(edit(skipped, "pushes", row, weight=0.5))
-    assert name in failing(edit(adsp, "pushes", row, weight=0.0))
+    assert name not in failing_bounds(skipped)
+    assert name in failing_bounds(edit(skipped, "pushes", row, weight=0.5))
+    assert name in failing_bounds(edit(adsp, "pushes", row, weight=0.0))
 
 
 # ---- ASHL ----
@@ -86,19 +82,19 @@ def test_correct_ashl_traces_pass(loss, share, compression):
     paradigm = f'{ASHL.replace("loss_preset = 0.12", loss)}\nshare = "{share}"\n{compression}'
     trace = record(paradigm, jitter=0.3, updates=120, leave={0: 9})
     assert rows_of(trace, "stage").size == 2
-    assert failing(trace, lambda recount: audit(trace)) == set()
+    assert failing(trace) == set()
 
 
 def test_stages_come_in_order(ashl):
     first, second = rows_of(ashl, "stage")
-    assert STAGES in failing(edit(ashl, "decisions", second, chosen=1.0))
-    assert STAGES in failing(edit(ashl, "decisions", first, chosen=2.0))
-    assert failing(edit(ashl, "decisions", second, loss=0.5)) == {STAGES}
+    assert STAGES in failing_bounds(edit(ashl, "decisions", second, chosen=1.0))
+    assert STAGES in failing_bounds(edit(ashl, "decisions", first, chosen=2.0))
+    assert failing_bounds(edit(ashl, "decisions", second, loss=0.5)) == {STAGES}
     fewer = np.delete(ashl.tables["decisions"], rows_of(ashl, "stage")[1])
-    assert STAGES in failing(with_rows(ashl, "decisions", fewer))
+    assert STAGES in failing_bounds(with_rows(ashl, "decisions", fewer))
     again = np.concatenate([ashl.tables["decisions"], ashl.tables["decisions"][first : first + 1]])
     again["seq"][-1] = ashl.tables["decisions"]["seq"].max() + 1
-    assert STAGES in failing(with_rows(ashl, "decisions", again)), "the stage goes back"
+    assert STAGES in failing_bounds(with_rows(ashl, "decisions", again)), "the stage goes back"
 
 
 @pytest.mark.parametrize(
@@ -119,7 +115,7 @@ def test_stages_come_in_order(ashl):
     ],
 )
 def test_other_options_of_ashl(ashl, was, other, names):
-    assert failing(with_job(ashl, f"{ASHL.replace(was, other)}\n{TOP_K}")) == names
+    assert failing_bounds(with_job(ashl, f"{ASHL.replace(was, other)}\n{TOP_K}")) == names
 
 
 @pytest.mark.parametrize(
@@ -133,7 +129,7 @@ def test_other_options_of_ashl(ashl, was, other, names):
 def test_plans_must_follow_from_their_inputs(ashl, controller, column):
     for row in rows_of(ashl, controller)[[0, -1]]:
         value = ashl.tables["decisions"][column][row]
-        assert PLANS in failing(edit(ashl, "decisions", row, **{column: value * 1.001 + (column == "chosen")}))
+        assert PLANS in failing_bounds(edit(ashl, "decisions", row, **{column: value * 1.001 + (column == "chosen")}))
 
 
 @pytest.mark.parametrize(
@@ -145,40 +141,40 @@ def test_plans_must_follow_from_the_measurements(ashl, column, sparse):
     measured &= (pushes["iteration"] % 2 == 1) == sparse
     assert measured.sum() == 2
     pushes[column][measured] *= 1.5
-    assert PLANS in failing(with_rows(ashl, "pushes", pushes))
+    assert PLANS in failing_bounds(with_rows(ashl, "pushes", pushes))
 
 
 def test_a_departure_without_new_shares(ashl):
     shared = rows_of(ashl, "share")[-2:]
     assert ashl.tables["decisions"]["worker"][shared].tolist() == [0, 2]
     kept = np.delete(ashl.tables["decisions"], shared)
-    assert PLANS in failing(with_rows(ashl, "decisions", kept))
-    assert PLANS in failing(with_rows(ashl, "decisions", np.delete(ashl.tables["decisions"], shared[0])))
+    assert PLANS in failing_bounds(with_rows(ashl, "decisions", kept))
+    assert PLANS in failing_bounds(with_rows(ashl, "decisions", np.delete(ashl.tables["decisions"], shared[0])))
 
 
 @pytest.mark.parametrize("row", [3, 40, 80])
 def test_grants_and_pushes_of_ashl(ashl, row):
     grant = ashl.tables["grants"][row]
-    assert failing(edit(ashl, "grants", row, local_steps=grant["local_steps"] + 1)) == {DO, ALLOCATED}
-    assert failing(edit(ashl, "grants", row, ratio=grant["ratio"] * 0.99)) == {DO}
-    assert failing(edit(ashl, "grants", row, ratio=np.nan)) == {DO}
-    assert failing(edit(ashl, "grants", row, commit_s=1.0)) == {DO}
-    assert failing(edit(ashl, "grants", row, first_sample=grant["first_sample"] + 8)) == {ALLOCATED}
-    assert failing(edit(ashl, "grants", row, batch_size=grant["batch_size"] + 8)) == {ALLOCATED}
-    assert failing(edit(ashl, "pushes", row, local_steps=9, batch_size=72)) - {PLANS} == {DO}
-    assert failing(edit(ashl, "pushes", row, weight=0.3)) == {SHARE}
+    assert failing_bounds(edit(ashl, "grants", row, local_steps=grant["local_steps"] + 1)) == {DO, ALLOCATED}
+    assert failing_bounds(edit(ashl, "grants", row, ratio=grant["ratio"] * 0.99)) == {DO}
+    assert failing_bounds(edit(ashl, "grants", row, ratio=np.nan)) == {DO}
+    assert failing_bounds(edit(ashl, "grants", row, commit_s=1.0)) == {DO}
+    assert failing_bounds(edit(ashl, "grants", row, first_sample=grant["first_sample"] + 8)) == {ALLOCATED}
+    assert failing_bounds(edit(ashl, "grants", row, batch_size=grant["batch_size"] + 8)) == {ALLOCATED}
+    assert failing_bounds(edit(ashl, "pushes", row, local_steps=9, batch_size=72)) - {PLANS} == {DO}
+    assert failing_bounds(edit(ashl, "pushes", row, weight=0.3)) == {SHARE}
 
 
 def test_a_worker_that_leaves_may_have_made_fewer_steps(ashl):
     pushes = ashl.tables["pushes"]
     row = np.flatnonzero(pushes["worker"] == 1)[-1]
     steps = int(pushes["local_steps"][row])
-    assert failing(edit(ashl, "pushes", row, local_steps=steps - 1, batch_size=8 * steps - 8)) == set()
-    assert failing(edit(ashl, "pushes", row, local_steps=steps + 1, batch_size=8 * steps + 8)) == {DO}
+    assert failing_bounds(edit(ashl, "pushes", row, local_steps=steps - 1, batch_size=8 * steps - 8)) == set()
+    assert failing_bounds(edit(ashl, "pushes", row, local_steps=steps + 1, batch_size=8 * steps + 8)) == {DO}
 
 
 def test_a_blocked_worker_in_the_profile_stage(ashl):
-    assert "no worker is blocked before the fine stage" in failing(delay_grant(ashl, worker=0, iteration=2))
+    assert "no worker is blocked before the fine stage" in failing_bounds(delay_grant(ashl, worker=0, iteration=2))
 
 
 # ---- ASHL: commits that wait ----
@@ -223,20 +219,20 @@ CHANGES = [(40.0, 0), (60.0, 0), (61.3, 2), (70.0, 2)]
 @pytest.mark.parametrize("how", [{}, {"leave": {1: 18}}, {"changes": CHANGES}], ids=["", "leave", "join"])
 def test_traces_of_commits_that_wait_pass(how):
     trace = record("ashl-after-gate", jitter=0.3, updates=90, **how)
-    assert failing(trace, lambda recount: audit(trace)) == set()
+    assert failing(trace) == set()
     recount = Recount(trace)
     assert (recount.applied_after != trace.tables["pushes"]["seq"]).sum() > 9
 
 
 def test_a_commit_that_is_not_applied_when_it_may_is_found(monkeypatch):
     late, early = record("ashl-after-gate", jitter=0.3), record(ON_ARRIVAL, jitter=0.3)
-    assert GATE in failing(with_job(early, AFTER_GATE))
-    assert failing(with_job(late, ON_ARRIVAL)) == {AT_ONCE}
-    assert failing(record_with(monkeypatch, ASHLPolicy)) == set()
-    assert GATE in failing(record_with(monkeypatch, WithTheNextPush))
-    assert GATE in failing(record_with(monkeypatch, Dropping))
+    assert GATE in failing_bounds(with_job(early, AFTER_GATE))
+    assert failing_bounds(with_job(late, ON_ARRIVAL)) == {AT_ONCE}
+    assert failing_bounds(record_with(monkeypatch, ASHLPolicy)) == set()
+    assert GATE in failing_bounds(record_with(monkeypatch, WithTheNextPush))
+    assert GATE in failing_bounds(record_with(monkeypatch, Dropping))
     trace = record_with(monkeypatch, AfterItsGrant)
-    assert "each grant names the current version" in failing(trace, lambda recount: audit(trace))
+    assert "each grant names the current version" in failing(trace)
 
 
 def test_a_departed_worker_s_commit_must_be_applied_at_its_departure(monkeypatch):
@@ -252,9 +248,9 @@ def test_a_departed_worker_s_commit_must_be_applied_at_its_departure(monkeypatch
     row = np.flatnonzero((Recount(sound).applied_after != pushes["seq"]) & (pushes["worker"] == 0))[3]
     die = [(pushes["now_s"][row] + 1e-6, 0)]
     trace = record_with(monkeypatch, ASHLPolicy, changes=die)
-    assert failing(trace, lambda recount: audit(trace)) == set()
+    assert failing(trace) == set()
     assert Recount(trace).applied_after[row] == trace.tables["membership"]["seq"][0]
-    assert GATE in failing(record_with(monkeypatch, Forgetting, changes=die))
+    assert GATE in failing_bounds(record_with(monkeypatch, Forgetting, changes=die))
 
 
 def test_unfinished_traces_of_commits_that_wait():
@@ -264,12 +260,12 @@ def test_unfinished_traces_of_commits_that_wait():
     continues = 0
     for n in range(200, len(rows.rows), 3):
         cut = as_trace(job, rows.rows[:n], fields, status="failed")
-        assert failing(cut, lambda recount, cut=cut: audit(cut)) == set(), n
+        assert failing(cut) == set(), n
         continues += Recount(cut).continues
     assert continues > 9
     pushes = cut.tables["pushes"]
     fewer = with_rows(cut, "pushes", np.delete(pushes, len(pushes) // 2))
-    assert "seq numbers each row once" in failing(fewer, lambda recount: audit(fewer))
+    assert "seq numbers each row once" in failing(fewer)
 
 
 def test_the_algorithms_by_hand():
@@ -302,18 +298,18 @@ def rule(interval_s, name="cumulative"):
 @pytest.mark.parametrize("paradigm", [FIXED, SEARCHING, f"{SEARCHING}\nloss_target = 0.1"])
 def test_correct_adsp_traces_pass(paradigm, rule):
     trace = record(f'{paradigm}\nrule = "{rule}"', jitter=0.3, updates=90, leave={0: 9})
-    assert failing(trace, lambda recount: audit(trace)) == set()
+    assert failing(trace) == set()
 
 
 def test_grants_of_adsp(adsp):
     grant = adsp.tables["grants"][30]
-    assert failing(edit(adsp, "pushes", 30, weight=0.5)) == {ONE_OF_ALL}
-    assert failing(edit(adsp, "grants", 30, local_steps=2)) == {DUE}
-    assert failing(edit(adsp, "grants", 30, ratio=0.5)) == {DUE}
-    assert failing(edit(adsp, "grants", 30, commit_s=grant["commit_s"] + 0.01)) == {rule(0.5)}
+    assert failing_bounds(edit(adsp, "pushes", 30, weight=0.5)) == {ONE_OF_ALL}
+    assert failing_bounds(edit(adsp, "grants", 30, local_steps=2)) == {DUE}
+    assert failing_bounds(edit(adsp, "grants", 30, ratio=0.5)) == {DUE}
+    assert failing_bounds(edit(adsp, "grants", 30, commit_s=grant["commit_s"] + 0.01)) == {rule(0.5)}
     pushes = adsp.tables["pushes"]
     late = edit(adsp, "pushes", 30, end_s=pushes["begin_s"][30])
-    assert failing(late) == {DUE}, "its last step ends before the commit is due"
+    assert failing_bounds(late) == {DUE}, "its last step ends before the commit is due"
 
 
 def test_the_clock_of_a_worker_may_say_that_its_commit_came_early(adsp):
@@ -322,11 +318,11 @@ def test_the_clock_of_a_worker_may_say_that_its_commit_came_early(adsp):
     for column in ("begin_s", "end_s"):
         pushes[column][own] -= 2.0
     early = with_rows(adsp, "pushes", pushes)
-    assert DUE in failing(early)
+    assert DUE in failing_bounds(early)
     n_servers, n_workers = adsp.job.cluster.servers, adsp.n_workers
     for worker in range(n_workers):
         uncertain_s = np.where(np.arange(n_servers + n_workers) == n_servers + worker, 2.01, 0.0)
-        assert (DUE in failing(on_ranks(early, uncertain_s))) == (worker != 1)
+        assert (DUE in failing_bounds(on_ranks(early, uncertain_s))) == (worker != 1)
 
 
 @pytest.mark.parametrize(
@@ -340,8 +336,8 @@ def test_the_clock_of_a_worker_may_say_that_its_commit_came_early(adsp):
 )
 def test_other_options_of_adsp(was, other, names):
     trace = record(FIXED, updates=90)
-    assert failing(trace) == set()
-    assert names - {DUE} <= failing(with_job(trace, FIXED.replace(was, other))) <= names
+    assert failing_bounds(trace) == set()
+    assert names - {DUE} <= failing_bounds(with_job(trace, FIXED.replace(was, other))) <= names
 
 
 def test_difference_of_commits_is_reported():
@@ -351,11 +347,11 @@ def test_difference_of_commits_is_reported():
 
 def test_no_worker_blocks_outside_of_a_search(adsp):
     trace = record(FIXED, updates=30)
-    assert failing(delay_grant(trace, worker=0, iteration=3)) == {WAITS}
+    assert failing_bounds(delay_grant(trace, worker=0, iteration=3)) == {WAITS}
     over = adsp.tables["decisions"]["now_s"][rows_of(adsp, "commits")[0]]
     grants = adsp.tables["grants"]
     after = grants[(grants["now_s"] > over) & (grants["held_s"] == 0)][1]
-    assert failing(delay_grant(adsp, after["worker"], after["iteration"])) >= {WAITS}
+    assert failing_bounds(delay_grant(adsp, after["worker"], after["iteration"])) >= {WAITS}
 
 
 def test_workers_block_for_a_trial(adsp):
@@ -366,7 +362,7 @@ def test_workers_block_for_a_trial(adsp):
     seq, next_seq = pushes["seq"][push], pushes["seq"][push + 1]
     swapped = edit(edit(adsp, "pushes", push + 1, seq=grants["seq"][row]), "grants", row, seq=next_seq)
     assert seq < next_seq < grants["seq"][row]
-    assert WAITS in failing(swapped)
+    assert WAITS in failing_bounds(swapped)
 
 
 @pytest.mark.parametrize(
@@ -382,16 +378,16 @@ def test_workers_block_for_a_trial(adsp):
 def test_trials_must_follow_from_the_run(adsp, controller, column):
     for row in rows_of(adsp, controller)[1:3]:
         value = adsp.tables["decisions"][column][row]
-        assert TRIALS in failing(edit(adsp, "decisions", row, **{column: 1.001 * value + (column == "chosen")}))
+        assert TRIALS in failing_bounds(edit(adsp, "decisions", row, **{column: 1.001 * value + (column == "chosen")}))
 
 
 def test_missing_and_extra_decisions(adsp):
     decisions = adsp.tables["decisions"]
-    assert TRIALS in failing(with_rows(adsp, "decisions", np.delete(decisions, rows_of(adsp, "commits")[0])))
-    assert TRIALS in failing(with_rows(adsp, "decisions", decisions[:-1]))
+    assert TRIALS in failing_bounds(with_rows(adsp, "decisions", np.delete(decisions, rows_of(adsp, "commits")[0])))
+    assert TRIALS in failing_bounds(with_rows(adsp, "decisions", decisions[:-1]))
     again = np.concatenate([decisions, decisions[-1:]])
-    assert TRIALS in failing(with_rows(adsp, "decisions", again))
-    assert TRIALS in failing(with_job(adsp, f"{SEARCHING}\ncommits = 2"))
+    assert TRIALS in failing_bounds(with_rows(adsp, "decisions", again))
+    assert TRIALS in failing_bounds(with_job(adsp, f"{SEARCHING}\ncommits = 2"))
 
 
 @pytest.mark.parametrize(("a2", "b", "d"), [(0.5, 0.5, 0.25), (0.01, 1.0, -3.0), (3.0, 1.0, 0.0)])
@@ -422,12 +418,12 @@ def test_unfinished_traces_of_searches(adsp):
         cut = with_status(adsp, "failed")
         for table in ("pushes", "grants", "decisions"):
             cut = with_rows(cut, table, adsp.tables[table][adsp.tables[table]["seq"] <= seq])
-        assert failing(cut) == set()
+        assert failing_bounds(cut) == set()
 
 
 @pytest.mark.parametrize("paradigm", [FIXED, f"{ASHL}\n{TOP_K}"])
 def test_decisions_without_their_columns(paradigm):
-    assert len(failing(with_job(record("asp"), paradigm))) >= 1
+    assert len(failing_bounds(with_job(record("asp"), paradigm))) >= 1
 
 
 # ---- bytes and encoding time ----

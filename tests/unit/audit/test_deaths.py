@@ -5,11 +5,11 @@ import math
 import numpy as np
 import pytest
 
-from hpcsync.audit.trace_audit import audit
 from hpcsync.core.peer_coordinator import PeerCoordinator
 from hpcsync.paradigms.gossip import PeerSelection
 from hpcsync.paradigms.records import StepInfo
 from hpcsync.trace.schema import Change
+from tests.unit.audit.failing import failing
 from tests.unit.recorder import Recorder
 from tests.unit.trace.peer_recorder import in_memory, peer_job
 from tests.unit.trace.recorder import edit, with_rows
@@ -88,10 +88,6 @@ class Gossip:
     @property
     def trace(self):
         return in_memory(self.job, self.rows.rows)
-
-
-def failing(trace) -> set[str]:
-    return {check.name for check in audit(trace) if not check.passed}
 
 
 PEERS = "peers follow from the job and its seed"

@@ -13,16 +13,13 @@ from hpcsync.paradigms.records import Problem
 from hpcsync.trace.reader import load
 from hpcsync.trace.schema import TABLES
 from hpcsync.trace.writer import TraceWriter
+from tests.unit.audit.failing import failing
 from tests.unit.trace.recorder import attributes, edit, job_of, on_ranks, play, record, with_rows
 
 JOB = "attributes agree with the job"
 ROWS = "rows are those that were written"
 CLOCKS = "clocks are those of the ranks"
 ABSENT = "only what the job can have is recorded"
-
-
-def failing(trace):
-    return {check.name for check in audit(trace) if not check.passed}
 
 
 @pytest.fixture

@@ -5,10 +5,9 @@ from functools import cached_property
 import numpy as np
 import pytest
 
-from hpcsync.audit.bounds import check_bounds
 from hpcsync.audit.server_recount import Recount
-from hpcsync.audit.trace_audit import audit
 from hpcsync.trace.schema import Outcome
+from tests.unit.audit.failing import failing, failing_bounds
 from tests.unit.trace.recorder import edit, record, remove, with_job, with_rows, with_status
 
 SECONDS = (1.0, 1.3, 2.1, 3.7)
@@ -18,14 +17,6 @@ LATE, BEYOND = "dropped pushes are of an older version", "dropped pushes exceed 
 WAIT = "only contributors block, until their update"
 K = "k follows its policy within its limits"
 CANCELLED, WHOLE = "cancelled iterations are of an older version", "no iteration is cancelled"
-
-
-def failing(trace):
-    return {check.name for check in check_bounds(Recount(trace)) if not check.passed}
-
-
-def failed(trace):
-    return {check.name for check in audit(trace) if not check.passed}
 
 
 def k(name, of, *more):
@@ -41,32 +32,32 @@ def first(trace, **values):
 @pytest.mark.parametrize("name", FORMS)
 def test_k_is_the_job_s(name):
     trace = record(k(name, 3), SECONDS, jitter=0.2)
-    assert failed(trace) == set()
+    assert failing(trace) == set()
     assert trace.tables["updates"]["n_contributions"].tolist() == [3] * 40
     takes = BATCHES if "batch" in name else WORKERS
-    assert takes in failing(with_job(trace, k(name, 4)))
-    assert takes in failing(with_job(trace, k(name, 1)))
+    assert takes in failing_bounds(with_job(trace, k(name, 4)))
+    assert takes in failing_bounds(with_job(trace, k(name, 1)))
 
 
 @pytest.mark.parametrize(("sync", "other"), [("k-sync", "k-async"), ("k-batch-sync", "k-batch-async")])
 def test_one_form_is_not_another(sync, other):
-    assert failing(with_job(record(k(other, 2), SECONDS), k(sync, 2))) == {LATE}
-    assert BEYOND in failing(with_job(record(k(sync, 2), SECONDS), k(other, 2)))
+    assert failing_bounds(with_job(record(k(other, 2), SECONDS), k(sync, 2))) == {LATE}
+    assert BEYOND in failing_bounds(with_job(record(k(sync, 2), SECONDS), k(other, 2)))
 
 
 def test_a_worker_that_counts_twice():
     trace = record(k("k-batch-sync", 2), SECONDS)
-    assert WORKERS in failing(with_job(trace, k("k-sync", 2)))
+    assert WORKERS in failing_bounds(with_job(trace, k("k-sync", 2)))
     trace = record(k("k-async", 2), SECONDS)
     row = int(np.flatnonzero(np.diff(trace.tables["pushes"]["worker"]))[8])
-    assert WORKERS in failing(edit(trace, "pushes", row, worker=trace.tables["pushes"]["worker"][row + 1]))
+    assert WORKERS in failing_bounds(edit(trace, "pushes", row, worker=trace.tables["pushes"]["worker"][row + 1]))
 
 
 @pytest.mark.parametrize(("name", "takes"), [("k-sync", WORKERS), ("k-batch-async", BATCHES)])
 def test_an_update_at_another_time_than_what_completed_it(name, takes):
     trace = record(k(name, 2), SECONDS)
     now_s = trace.tables["updates"]["now_s"]
-    assert failing(edit(trace, "updates", 7, now_s=np.nextafter(now_s[7], np.inf))) == {takes}
+    assert failing_bounds(edit(trace, "updates", 7, now_s=np.nextafter(now_s[7], np.inf))) == {takes}
 
 
 @pytest.mark.parametrize("name", ["k-sync", "k-async"])
@@ -74,9 +65,9 @@ def test_fewer_than_k_only_if_fewer_workers_are_left(name):
     trace = record(k(name, 3), SECONDS, leave={1: 4, 3: 3})
     n = trace.tables["updates"]["n_contributions"]
     assert n[0] == 3 and n[-1] == 2
-    assert failed(trace) == set()
+    assert failing(trace) == set()
     for row in range(2):
-        assert WORKERS in failing(remove(trace, "membership", row))
+        assert WORKERS in failing_bounds(remove(trace, "membership", row))
 
 
 def test_an_update_that_waits_for_a_departure(monkeypatch):
@@ -85,18 +76,18 @@ def test_an_update_that_waits_for_a_departure(monkeypatch):
     Late pushes are dropped meanwhile, and their workers read the version that is still current.
     """
     trace = record(k("k-sync", 3), (1.0, 1.4, 3.1, 2.2), updates=30, leave={0: 4, 1: 4, 2: 4})
-    assert failed(trace) == set()
+    assert failing(trace) == set()
     last = cached_property(lambda recount: recount.push_event[recount.applied[recount._last]])
     last.__set_name__(Recount, "update_event")
     monkeypatch.setattr(Recount, "update_event", last)
     wrong = {"each grant names the current version", "staleness equals the recount", WORKERS, WAIT}
-    assert failed(trace) == wrong, "an update is not always made with its last contribution"
+    assert failing(trace) == wrong, "an update is not always made with its last contribution"
 
 
 def test_mini_batches_left_over_at_the_end_are_no_update():
     trace = record(k("k-batch-async", 2), (1.0, 1.0), leave={0: 3, 1: 2})
     assert trace.tables["pushes"]["outcome"].tolist() == [Outcome.APPLIED] * 2 + [Outcome.DROPPED]
-    assert failed(trace) == set()
+    assert failing(trace) == set()
 
 
 # ---- dropped pushes --------------------------------------------------------------------------------------------------
@@ -107,11 +98,13 @@ def test_synchronous_forms_drop_late_pushes_only(name):
     trace = record(k(name, 2), SECONDS)
     row = first(trace, outcome=Outcome.DROPPED)
     assert trace.tables["pushes"]["staleness"][row] > 0
-    assert LATE in failing(edit(trace, "pushes", row, outcome=Outcome.APPLIED))
-    assert LATE in failing(edit(trace, "pushes", row, version_read=trace.tables["pushes"]["version_read"][row] + 1))
+    assert LATE in failing_bounds(edit(trace, "pushes", row, outcome=Outcome.APPLIED))
+    assert LATE in failing_bounds(
+        edit(trace, "pushes", row, version_read=trace.tables["pushes"]["version_read"][row] + 1)
+    )
     on_time = int(np.flatnonzero(trace.tables["pushes"]["outcome"] == Outcome.APPLIED)[4])
-    assert LATE in failing(edit(trace, "pushes", on_time, version_read=1))
-    assert LATE in failing(edit(trace, "pushes", on_time, outcome=Outcome.DROPPED))
+    assert LATE in failing_bounds(edit(trace, "pushes", on_time, version_read=1))
+    assert LATE in failing_bounds(edit(trace, "pushes", on_time, outcome=Outcome.DROPPED))
 
 
 @pytest.mark.parametrize("name", ["k-async", "k-batch-async"])
@@ -119,19 +112,19 @@ def test_asynchronous_forms_drop_pushes_beyond_their_bound_only(name):
     trace = record(k(name, 2, "staleness_max = 1"), SECONDS)
     pushes = trace.tables["pushes"]
     assert (pushes["outcome"][:-4] == Outcome.DROPPED).any()
-    assert failed(trace) == set()
-    assert failing(with_job(trace, k(name, 2, "staleness_max = 5"))) == {BEYOND}
-    assert failing(with_job(trace, k(name, 2))) == {BEYOND}
-    assert failing(with_job(trace, k(name, 2, "staleness_max = 0"))) == {BEYOND}
+    assert failing(trace) == set()
+    assert failing_bounds(with_job(trace, k(name, 2, "staleness_max = 5"))) == {BEYOND}
+    assert failing_bounds(with_job(trace, k(name, 2))) == {BEYOND}
+    assert failing_bounds(with_job(trace, k(name, 2, "staleness_max = 0"))) == {BEYOND}
     unbounded = record(k(name, 2), SECONDS)
-    assert failing(with_job(unbounded, k(name, 2, "staleness_max = 1"))) == {BEYOND}
+    assert failing_bounds(with_job(unbounded, k(name, 2, "staleness_max = 1"))) == {BEYOND}
 
 
 def test_a_contributor_that_does_not_block():
     trace = record(k("k-async", 2), SECONDS)
-    assert failing(with_job(trace, k("k-batch-async", 2))) == {"no worker is blocked"}
+    assert failing_bounds(with_job(trace, k("k-batch-async", 2))) == {"no worker is blocked"}
     other = record(k("k-batch-async", 2), SECONDS)
-    assert WAIT in failing(with_job(other, k("k-async", 2)))
+    assert WAIT in failing_bounds(with_job(other, k("k-async", 2)))
 
 
 def test_a_late_worker_that_blocks():
@@ -143,7 +136,7 @@ def test_a_late_worker_that_blocks():
     after = int(np.flatnonzero(pushes["seq"] > seq)[0])
     assert pushes["seq"][after] == seq + 1
     late = edit(edit(trace, "grants", row, seq=seq + 1), "pushes", after, seq=seq)
-    assert failing(late) == {WAIT}
+    assert failing_bounds(late) == {WAIT}
 
 
 # ---- cancelled iterations --------------------------------------------------------------------------------------------
@@ -153,24 +146,24 @@ def test_a_late_worker_that_blocks():
 def aborted():
     trace = record(k("k-sync", 2, 'cancel = "abort"'), SECONDS, jitter=0.2)
     assert (trace.tables["pushes"]["share"] == 0.5).sum() > 5
-    assert failed(trace) == set()
+    assert failing(trace) == set()
     return trace
 
 
 def test_cancelled_iterations_need_abort(aborted):
-    assert failing(with_job(aborted, k("k-sync", 2))) == {WHOLE}
-    assert failing(edit(record("asp"), "pushes", 5, share=0.5)) == {WHOLE}
+    assert failing_bounds(with_job(aborted, k("k-sync", 2))) == {WHOLE}
+    assert failing_bounds(edit(record("asp"), "pushes", 5, share=0.5)) == {WHOLE}
 
 
 def test_only_late_iterations_are_cancelled(aborted):
     pushes = aborted.tables["pushes"]
     applied = int(np.flatnonzero(pushes["outcome"] == Outcome.APPLIED)[6])
-    assert failed(edit(aborted, "pushes", applied, share=0.5, wire_bytes=2000)) == {CANCELLED}
+    assert failing(edit(aborted, "pushes", applied, share=0.5, wire_bytes=2000)) == {CANCELLED}
     at_the_end = record(k("k-sync", 3, 'cancel = "abort"'), SECONDS, stop_s=16.5)
     pushes = at_the_end.tables["pushes"]
     left_over = np.flatnonzero((pushes["outcome"] == Outcome.DROPPED) & (pushes["staleness"] == 0))
     assert len(left_over)
-    assert failed(edit(at_the_end, "pushes", left_over[0], share=0.5, wire_bytes=2000)) == {CANCELLED}
+    assert failing(edit(at_the_end, "pushes", left_over[0], share=0.5, wire_bytes=2000)) == {CANCELLED}
 
 
 # ---- a k that changes ------------------------------------------------------------------------------------------------
@@ -181,30 +174,30 @@ def adaptive():
     """A trace with two stragglers among four workers, one of the others leaving: k goes from 4 to 2."""
     trace = record(k("k-sync", '"state"'), (1.0, 1.1, 3.0, 3.2), updates=100, jitter=0.1, leave={1: 60})
     assert len(trace.tables["decisions"]) >= 2
-    assert failed(trace) == set()
+    assert failing(trace) == set()
     return trace
 
 
 @pytest.mark.parametrize("values", [{"k_before": 2.0}, {"version": 21.0}, {"chosen": 2.0}, {"chosen": 4.0}])
 def test_a_change_that_does_not_follow(adaptive, values):
-    assert K in failing(edit(adaptive, "decisions", 0, **values))
+    assert K in failing_bounds(edit(adaptive, "decisions", 0, **values))
 
 
 @pytest.mark.parametrize("values", [{"k_state": 4.0}, {"active": 3.0}])
 def test_a_change_for_another_reason(adaptive, values):
-    assert failing(edit(adaptive, "decisions", 0, **values)) == {K}
+    assert failing_bounds(edit(adaptive, "decisions", 0, **values)) == {K}
 
 
 def test_a_change_below_the_least(adaptive):
-    assert K in failing(with_job(adaptive, k("k-sync", '"state"', "k_min = 4")))
+    assert K in failing_bounds(with_job(adaptive, k("k-sync", '"state"', "k_min = 4")))
 
 
 def test_a_change_by_throughput():
     trace = record(k("k-sync", '"throughput"'), (1.0, 1.1, 1.3, 3.2), updates=100, jitter=0.05)
-    assert failed(trace) == set()
+    assert failing(trace) == set()
     assert trace.tables["decisions"]["chosen"].tolist() == [3.0]
-    assert failing(edit(trace, "decisions", 0, k_throughput=4.0)) == {K}
-    assert "replay gives the same decisions" in failed(edit(trace, "decisions", 0, throughput=2.0))
+    assert failing_bounds(edit(trace, "decisions", 0, k_throughput=4.0)) == {K}
+    assert "replay gives the same decisions" in failing(edit(trace, "decisions", 0, throughput=2.0))
 
 
 def test_a_change_at_another_update(adaptive):
@@ -216,21 +209,21 @@ def test_a_change_at_another_update(adaptive):
     (push,) = np.flatnonzero(pushes["seq"] == seq + 5)
     later = edit(adaptive, "decisions", 0, seq=pushes["seq"][push])
     later = edit(edit(later, "pushes", push, seq=seq + 4), "grants", row, seq=seq)
-    assert K in failing(later)
+    assert K in failing_bounds(later)
 
 
 def test_updates_of_the_k_before_a_change(adaptive):
-    assert failing(remove(adaptive, "decisions", 0)) >= {WORKERS}
+    assert failing_bounds(remove(adaptive, "decisions", 0)) >= {WORKERS}
 
 
 def test_a_fixed_k_that_changes(adaptive):
-    assert {"k is 4", WORKERS} <= failing(with_job(adaptive, k("k-sync", 4)))
+    assert {"k is 4", WORKERS} <= failing_bounds(with_job(adaptive, k("k-sync", 4)))
 
 
 def test_decisions_without_their_columns(adaptive):
     other = record(k("k-sync", 2), SECONDS)
+    assert K in failing_bounds(with_job(other, k("k-sync", '"state"')))
     assert K in failing(with_job(other, k("k-sync", '"state"')))
-    assert K in failed(with_job(other, k("k-sync", '"state"')))
 
 
 # ---- unfinished traces -----------------------------------------------------------------------------------------------
@@ -252,6 +245,6 @@ def test_after_a_pending_contribution_workers_continue_without_an_update(name):
     cut = with_rows(cut, "pushes", rows[~open_])
     cut = with_rows(cut, "updates", cut.tables["updates"][:21])
     cut = with_rows(cut, "evaluations", cut.tables["evaluations"][:3])
-    assert failed(cut) == set()
+    assert failing(cut) == set()
     missing = with_rows(trace, "pushes", np.delete(pushes, pending))
-    assert "seq numbers each row once" in failed(missing)
+    assert "seq numbers each row once" in failing(missing)

@@ -10,6 +10,7 @@ import pytest
 from hpcsync.audit.trace_audit import audit
 from hpcsync.trace.schema import TABLES as SCHEMA
 from hpcsync.trace.schema import Change, Outcome
+from tests.unit.audit.failing import failing
 from tests.unit.trace.recorder import edit, record, remove, with_rows, with_status
 
 REPLAY_GRANTS = "replay gives the same grants"
@@ -33,10 +34,6 @@ SLOWEST = "the slowest worker is never blocked"
 SINGLE = "an update is of one push"
 WEIGHTS = "weights follow from batch sizes"
 START_LEAD = "start lead is at most 2"
-
-
-def failing(trace):
-    return {check.name for check in audit(trace) if not check.passed}
 
 
 def find(trace, table, **values):

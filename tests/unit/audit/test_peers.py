@@ -14,6 +14,7 @@ from hpcsync.audit.trace_audit import audit, main
 from hpcsync.paradigms.records import ALL_PEERS, NO_PEER
 from hpcsync.trace import reader
 from hpcsync.trace.writer import TraceWriter
+from tests.unit.audit.failing import failing
 from tests.unit.trace.peer_recorder import BATCHES, PARADIGMS, in_memory, peer_job, record, simulated
 from tests.unit.trace.recorder import as_trace, attributes, edit, on_ranks, remove, with_rows, with_status
 
@@ -39,10 +40,6 @@ ROWS = "values of /decisions are valid"
 SIZES = "batch sizes equal the agreed sizes"
 FOLLOW = "batch sizes follow from the predicted times"
 DUE = "batch sizes are agreed on when due"
-
-
-def failing(trace):
-    return {check.name for check in audit(trace) if not check.passed}
 
 
 def find(trace, table="exchanges", **values):

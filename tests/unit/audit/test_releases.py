@@ -3,15 +3,11 @@
 import numpy as np
 import pytest
 
-from hpcsync.audit.trace_audit import audit
 from hpcsync.trace.schema import TABLES, Release, complete
+from tests.unit.audit.failing import failing
 from tests.unit.trace.recorder import edit, record, with_rows
 
 RELEASED = "released_by is the event that released the worker"
-
-
-def failing(trace):
-    return {check.name for check in audit(trace) if not check.passed}
 
 
 def released_by(trace):

@@ -16,6 +16,7 @@ from hpcsync.audit.trace_audit import audit
 from hpcsync.config.job import Script
 from hpcsync.paradigms.records import ALL_PEERS
 from hpcsync.planning.split_cost import SEPARATED
+from tests.unit.audit.failing import failing
 from tests.unit.trace.peer_recorder import in_memory, peer_job, simulated
 from tests.unit.trace.recorder import as_trace, attributes, edit, with_rows, with_status
 
@@ -36,10 +37,6 @@ LOSSES = "only fully-connected workers have a loss"
 PARTS = "iterations last at least as long as their parts"
 INPUT = "no worker computes before its input exists"
 BYTES = "wire_bytes match the sizes of the layers"
-
-
-def failing(trace):
-    return {check.name for check in audit(trace) if not check.passed}
 
 
 def job(n_workers=5, fc_workers=2, micro_batches=2, **tables):

@@ -7,7 +7,6 @@ import pytest
 
 from hpcsync.audit import stragglers
 from hpcsync.audit.stragglers import check_stalls
-from hpcsync.audit.trace_audit import audit
 from hpcsync.core import straggler_detector
 from hpcsync.core.assignments import decision_fields
 from hpcsync.core.straggler_detector import StragglerDetector
@@ -15,6 +14,7 @@ from hpcsync.mpi.rank0.straggler_report import StragglerReport
 from hpcsync.simulator.simulate import prepare
 from hpcsync.trace.schema import Phase
 from hpcsync.workloads.registry import build
+from tests.unit.audit.failing import failing
 from tests.unit.jobs import make_job
 from tests.unit.recorder import Recorder
 from tests.unit.trace.recorder import as_trace, edit, remove
@@ -64,10 +64,6 @@ def record(paradigm, phases=(Phase.COMPUTING,) * 3, iterations=(STALLED,) * 3, s
 @pytest.fixture(scope="module", params=[{"name": "asp"}, {"name": "gossip", "mode": "pull"}], ids=lambda p: p["name"])
 def trace(request):
     return record(request.param)
-
-
-def failing(trace):
-    return {check.name for check in audit(trace) if not check.passed}
 
 
 def test_a_stall_is_reported_while_it_lasts(trace, capsys):

@@ -10,6 +10,7 @@ from hpcsync.audit.phases import parts
 from hpcsync.audit.server_recount import Recount
 from hpcsync.audit.trace_audit import audit
 from hpcsync.trace.reader import load
+from tests.unit.audit.failing import failing_bounds
 from tests.unit.recorder import Recorder
 from tests.unit.simulator.running import simulate, timing_job
 from tests.unit.trace.recorder import as_trace, edit, job_of, play, remove
@@ -57,10 +58,6 @@ def bounds(trace):
     return check_bounds(Recount(trace))
 
 
-def failing(trace):
-    return {check.name for check in bounds(trace) if not check.passed}
-
-
 def of(trace, job):
     """Return the trace as if it were of another job."""
     return replace(trace, attributes={**trace.attributes, "job": job.to_toml()})
@@ -92,20 +89,20 @@ def test_the_parts_are_all_of_the_trace(trace):
 
 def test_a_tighter_bound_of_the_second_paradigm_shows(tmp_path):
     found = simulate(job({"name": "ssp", "staleness": 2}), tmp_path / "trace.h5")
-    assert failing(found) == set()
+    assert failing_bounds(found) == set()
     tighter = of(found, job({"name": "ssp", "staleness": 0}))
-    assert {"under ssp: start lead is at most 0", "under ssp: push lead is at most 1"} <= failing(tighter)
+    assert {"under ssp: start lead is at most 0", "under ssp: push lead is at most 1"} <= failing_bounds(tighter)
 
 
 def test_a_switch_that_is_early_or_late_shows(trace):
-    assert failing(of(trace, job(share=0.2))) == {"it switches at 16 samples"}
-    assert failing(of(trace, job(share=0.9))) == {"it switches at 72 samples"}
-    assert DUE in failing(edit(trace, "decisions", switch_row(trace), seq=0))  # before the first round
+    assert failing_bounds(of(trace, job(share=0.2))) == {"it switches at 16 samples"}
+    assert failing_bounds(of(trace, job(share=0.9))) == {"it switches at 72 samples"}
+    assert DUE in failing_bounds(edit(trace, "decisions", switch_row(trace), seq=0))  # before the first round
 
 
 def test_a_missing_switch_shows(tmp_path):
     found = simulate(job(share=1.0), tmp_path / "trace.h5")
-    assert "it switches at 40 samples" in failing(of(found, job()))
+    assert "it switches at 40 samples" in failing_bounds(of(found, job()))
 
 
 def test_a_trace_without_the_decision_fails_and_one_that_ends_anywhere_passes():
@@ -114,34 +111,34 @@ def test_a_trace_without_the_decision_fails_and_one_that_ends_anywhere_passes():
     this, rows, name = job_of(text.format(0.3), updates=8), Recorder(), "it switches when it is due"
     fields = play(this, rows, (1.0, 1.3, 2.1))
     for n_rows in range(len(rows.rows) + 1):
-        assert failing(as_trace(this, rows.rows[:n_rows], fields, "running")) == set(), n_rows
+        assert failing_bounds(as_trace(this, rows.rows[:n_rows], fields, "running")) == set(), n_rows
     whole, before = as_trace(this, rows.rows, fields), rows.rows[: [table for table, _ in rows.rows].index("decisions")]
-    assert failing(whole) == set()
-    assert name in failing(remove(whole, "decisions", switch_row(whole)))
-    assert failing(as_trace(this, before, fields)) == {name}  # as if the run had ended there
+    assert failing_bounds(whole) == set()
+    assert name in failing_bounds(remove(whole, "decisions", switch_row(whole)))
+    assert failing_bounds(as_trace(this, before, fields)) == {name}  # as if the run had ended there
     due_earlier = job_of(text.format(0.6), updates=8)
-    assert failing(as_trace(due_earlier, before, fields, "running")) == {name}
+    assert failing_bounds(as_trace(due_earlier, before, fields, "running")) == {name}
 
 
 def test_other_samples_or_another_momentum_in_the_row_show(trace):
     row = switch_row(trace)
     for column in ("chosen", "momentum", "loss_before"):
         changed = edit(trace, "decisions", row, **{column: 7.0})
-        assert DUE in failing(changed)
+        assert DUE in failing_bounds(changed)
 
 
 def test_a_contribution_that_is_late_for_the_switch_shows(trace):
     at = trace.tables["decisions"]["seq"][switch_row(trace)]
     last = int(np.flatnonzero(trace.tables["pushes"]["seq"] < at)[-1])
-    assert TOGETHER in failing(edit(trace, "pushes", last, outcome=1, seq=int(at) + 1))
+    assert TOGETHER in failing_bounds(edit(trace, "pushes", last, outcome=1, seq=int(at) + 1))
 
 
 def test_a_worker_that_continues_from_another_version_shows(trace):
     at = trace.tables["decisions"]["seq"][switch_row(trace)]
     row = int(np.flatnonzero(trace.tables["grants"]["seq"] > at)[0])
     version = int(trace.tables["grants"]["version"][row])
-    assert TOGETHER in failing(edit(trace, "grants", row, version=version - 1))
-    assert TOGETHER in failing(remove(trace, "grants", row))
+    assert TOGETHER in failing_bounds(edit(trace, "grants", row, version=version - 1))
+    assert TOGETHER in failing_bounds(remove(trace, "grants", row))
 
 
 def test_another_rate_shows(trace):
@@ -151,7 +148,7 @@ def test_another_rate_shows(trace):
 
 
 def test_staleness_before_the_switch_shows(trace):
-    assert "under bsp: staleness is 0" in failing(edit(trace, "pushes", 1, staleness=1))
+    assert "under bsp: staleness is 0" in failing_bounds(edit(trace, "pushes", 1, staleness=1))
 
 
 # ---- a flat loss ----
@@ -165,12 +162,12 @@ def flat_job(**keys):
 
 def test_a_flat_loss_is_recounted_from_the_pushes(tmp_path):
     found = simulate(flat_job(), tmp_path / "trace.h5")
-    assert failing(found) == set()
+    assert failing_bounds(found) == set()
     assert len(parts(Recount(found))) == 2
     name = "it switches when it is due"
-    assert failing(of(found, flat_job(plateau=0.9))) == {name}
-    assert failing(of(found, flat_job(window=2))) == {name}
+    assert failing_bounds(of(found, flat_job(plateau=0.9))) == {name}
+    assert failing_bounds(of(found, flat_job(window=2))) == {name}
     at = found.tables["decisions"]["seq"][switch_row(found)]
     last = int(np.flatnonzero(found.tables["pushes"]["seq"] < at)[-1])
     changed = edit(found, "pushes", last, loss=float(found.tables["pushes"]["loss"][last]) * 3)
-    assert name in failing(changed)
+    assert name in failing_bounds(changed)

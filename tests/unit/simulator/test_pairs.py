@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpcsync.audit.trace_audit import audit
 from hpcsync.simulator import pairs
 from hpcsync.trace.schema import Change
+from tests.unit.audit.failing import failing
 from tests.unit.simulator.running import TIMING, failed, simulate, timing_job
 from tests.unit.simulator.test_factory import LATENCY_S, LR, NESTEROV, NETWORK, TRANSFER_S, Run, data, gradient, start
 from tests.unit.trace.peer_recorder import in_memory, peer_job, simulated
@@ -143,10 +143,6 @@ def test_the_owner_waits_with_its_step_while_another_averages():
 
 
 # ---- audit ----
-
-
-def failing(trace: Any) -> set[str]:
-    return {check.name for check in audit(trace) if not check.passed}
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 8])
