@@ -95,7 +95,6 @@ class Iterations(Stateful):
         self._first_by: list[int] = []  # first training epoch of each loader; -1: it has not been read
         self._n_loaders = 0  # loaders of this start of the run
         self._skip_by: list[int] = []  # next batches of each loader to skip, trained on before the run was resumed
-        self._skip = 0  # those of the loaders after these, of which only the sum is known
         self._lengths: dict[int, int] = {}  # batches of epochs, where only reading tells, or the loop ended early
         self._sources: WeakKeyDictionary[DataLoader[Any], Source] = WeakKeyDictionary()
         self._said: set[str] = set()
@@ -271,24 +270,22 @@ class Iterations(Stateful):
 
     def skip(self, n_batches: int) -> None:
         """Start after so many batches, of which nothing else is known."""
-        self._used = self._skip = n_batches
+        self._used = n_batches
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Resume from a state: the next loaders skip the batches that were trained on."""
         super().restore(state)
         self._skip_by = [*self._used_by]
-        self._skip = self._used - sum(self._used_by)
 
     def _to_skip(self, number: int) -> int:
-        """Return how many batches the loader of this number is still to skip."""
-        return self._skip_by[number] if number < len(self._skip_by) else self._skip
+        """Return how many batches the loader of this number is still to skip; of some only the sum is known."""
+        return self._skip_by[number] if number < len(self._skip_by) else self._used - sum(self._used_by)
 
     def _have_skipped(self, number: int, n_batches: int) -> None:
         """Count batches that the loader of this number has skipped."""
         if number < len(self._skip_by):
             self._skip_by[number] -= n_batches
         else:
-            self._skip -= n_batches
             self._used_by[number] += n_batches
 
     @property
@@ -361,8 +358,10 @@ class Iterations(Stateful):
             If they cannot be used.
         """
         refuse(data, batch_size, sharded=sharded)
-        if data is None or (isinstance(data, DataLoader) and data in self._sources):  # its processes may be persistent
-            return None if data is None else self._sources[data]
+        if data is None:
+            return None
+        if isinstance(data, DataLoader) and data in self._sources:  # its processes may be persistent
+            return self._sources[data]
         job, takers = self._job, self._job.takers
         number = takers.index(self._worker) if self._takes else 0
         found = source(

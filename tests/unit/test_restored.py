@@ -551,7 +551,6 @@ PASSING |= {
     "in_loop",
     "batch_size",
     "computed_s",
-    "_skip",
     "_skip_by",
     "_n_loaders",
     "_in_parts",
