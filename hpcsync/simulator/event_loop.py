@@ -2,7 +2,7 @@
 
 SimPy is the established kernel for this purpose; `hpcsync bench events` compares it with this loop. It is not used
 here because it schedules by delays, which miss some times by one rounding, because its timeouts have no priorities,
-and because it is slower (see ARCHITECTURE.md).
+and because it is slower (see docs/design/virtual-time.md).
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ class ServerSimulation(Simulation):
                     self._send(worker)
                     return
                 self._numerics.discard(worker, self._work(worker))
-            self._transfers.push_info(worker, state.machine.grant.iteration, self._left)
+            self._transfers.message(worker, state.machine.grant.iteration, self._left)
             if state.device.joins_s < math.inf:
                 self._loop.at(max(now_s, state.device.joins_s), self._join, worker)
             return
@@ -152,7 +152,7 @@ class ServerSimulation(Simulation):
         state.device.join()
         state.joins = True
         state.machine.waits(self._loop.now_s)
-        self._transfers.push_info(worker, state.machine.grant.iteration, self._joined)
+        self._transfers.message(worker, state.machine.grant.iteration, self._joined)
 
     def _joined(self, worker: int, joined_s: float) -> None:
         if self._keeps_back(worker, self._joined, joined_s):
@@ -194,7 +194,7 @@ class ServerSimulation(Simulation):
         state.contributed = self._contribute(worker)
         state.end_s = state.sent_s = self._loop.now_s
         if state.machine.share < 1.0:
-            self._transfers.push_info(worker, state.machine.grant.iteration, self._arrive)
+            self._transfers.message(worker, state.machine.grant.iteration, self._arrive)
         elif self._encode_s:
             self._loop.after(self._encode_s, self._push, worker)
         else:
@@ -278,7 +278,7 @@ class ServerSimulation(Simulation):
                 self._spend(self._update_s)
             else:
                 iteration = self._workers[command.worker].machine.grant.iteration
-                self._transfers.cancel(command.worker, iteration, partial(self._cancelled, command.version))
+                self._transfers.message(command.worker, iteration, partial(self._cancelled, command.version))
         due = self.coordinator.due
         if due is not None and due != self._due:
             self._loop.at(max(due.now_s, self._loop.now_s), self._time_has_come)  # it may have passed during a halt
@@ -309,7 +309,7 @@ class ServerSimulation(Simulation):
         return grant.step_samples or self._batch_size
 
     def _stopped(self, worker: int, stopped_s: float) -> None:
-        self._transfers.push_info(worker, self._workers[worker].machine.grant.iteration, self._left)
+        self._transfers.message(worker, self._workers[worker].machine.grant.iteration, self._left)
 
     def _left(self, worker: int, left_s: float) -> None:
         if self._keeps_back(worker, self._left, left_s):

@@ -35,11 +35,8 @@ class Transfers(Protocol):
     def stop(self, worker: int, iteration: int, then: Then) -> None:
         """Send a grant that ends the worker's training; nothing is read."""
 
-    def push_info(self, worker: int, iteration: int, then: Then) -> None:
-        """Send a push info without a contribution."""
-
-    def cancel(self, worker: int, iteration: int, then: Then) -> None:
-        """Send a cancel message from server 0; `time_s` is the time of sending."""
+    def message(self, worker: int, iteration: int, then: Then) -> None:
+        """Send a message to server 0, such as a push info without a contribution, or from it; `time_s` is now."""
 
 
 class Steps(NamedTuple):
@@ -85,14 +82,10 @@ class Timed:
         """Send a final grant."""
         self._loop.after(self._steps(worker, iteration).grant_s, then, worker, self._loop.now_s)
 
-    def push_info(self, worker: int, iteration: int, then: Then) -> None:
-        """Send a push info without a contribution."""
-        self._loop.after(self._steps(worker, iteration).report_s, then, worker, self._loop.now_s)
+    def message(self, worker: int, iteration: int, then: Then) -> None:
+        """Send a message, which takes as long as the iteration's push info.
 
-    def cancel(self, worker: int, iteration: int, then: Then) -> None:
-        """Send a cancel message.
-
-        It takes as long as the iteration's push info: the grant of the first iteration dates from the start of the run.
+        That of the grant does not suit a cancel message: the first grant dates from the start of the run.
         """
         self._loop.after(self._steps(worker, iteration).report_s, then, worker, self._loop.now_s)
 
@@ -150,12 +143,8 @@ class Networked:
         """Send a final grant."""
         self._loop.after(self._grant_s, then, worker, self._loop.now_s)
 
-    def push_info(self, worker: int, iteration: int, then: Then) -> None:
-        """Send a push info without a contribution."""
-        self._loop.after(self._latency_s, then, worker, self._loop.now_s)
-
-    def cancel(self, worker: int, iteration: int, then: Then) -> None:
-        """Send a cancel message."""
+    def message(self, worker: int, iteration: int, then: Then) -> None:
+        """Send a message, which takes one latency."""
         self._loop.after(self._latency_s, then, worker, self._loop.now_s)
 
     def _put(self, worker: int, then: Then) -> None:

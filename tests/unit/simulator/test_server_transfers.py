@@ -63,15 +63,14 @@ def test_weights_are_read_once_they_are_granted():
     assert heard.at == [(0, granted_s, pytest.approx(granted_s + 2 * LATENCY_S + TRANSFER_S, rel=1e-12))]
 
 
-def test_a_stop_a_push_info_and_a_cancel_are_messages():
+def test_a_stop_is_a_message_as_any_other():
     loop = Loop()
     heard = Heard(loop)
     transfers = network(loop)
     transfers.stop(0, 1, heard)
-    transfers.push_info(0, 1, heard)
-    transfers.cancel(0, 1, heard)
+    transfers.message(0, 1, heard)
     loop.run()
-    assert heard.at == [(0, 0.0, LATENCY_S)] * 3
+    assert heard.at == [(0, 0.0, LATENCY_S)] * 2
 
 
 @pytest.mark.parametrize("workers", [2, 3, 7])
@@ -146,12 +145,11 @@ def test_timed_steps_take_their_durations():
         transfers.push(worker, iteration, [SIZE], heard)
         transfers.pull(worker, iteration, heard)
         transfers.stop(worker, iteration, heard)
-        transfers.push_info(worker, iteration, heard)
-        transfers.cancel(worker, iteration, heard)
+        transfers.message(worker, iteration, heard)
     loop.run()
     assert sorted(heard.at) == [
-        (0, 0.0, 2.0), (0, 0.0, 2.0), (0, 0.0, 4.0), (0, 1.0, 3.0), (0, 4.0, 12.0),
-        (1, 0.0, 0.2), (1, 0.0, 0.2), (1, 0.0, 0.4), (1, 0.1, pytest.approx(0.3)), (1, 0.4, pytest.approx(1.2)),
+        (0, 0.0, 2.0), (0, 0.0, 4.0), (0, 1.0, 3.0), (0, 4.0, 12.0),
+        (1, 0.0, 0.2), (1, 0.0, 0.4), (1, 0.1, pytest.approx(0.3)), (1, 0.4, pytest.approx(1.2)),
     ]  # fmt: skip
 
 
