@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 import tempfile
 import time
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import BinaryIO
 import numpy as np
 
 from hpcsync.bench.figures import Figure, in_turn
+from hpcsync.paradigms.records import layout
 from hpcsync.trace.schema import TABLES
 from hpcsync.trace.writer import TraceWriter
 
@@ -50,8 +50,7 @@ def _append_us(trace: TraceWriter, rows: int) -> float:
 
 
 def _pack_us(rows: int) -> float:
-    codes = {"i1": "b", "i4": "i", "i8": "q", "f8": "d"}
-    packer = struct.Struct("<" + "".join(codes[PUSHES[name].str[1:]] for name in PUSHES.names or ()))
+    packer = layout(PUSHES[name].str for name in PUSHES.names or ())
     buffer, row = bytearray(rows * packer.size), _row()
     begin_s = time.perf_counter()
     for i in range(rows):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 from hpcsync import paradigms
 from hpcsync.config.job import Job, Script
+from hpcsync.core.batch_sizes import maxima
 from hpcsync.paradigms import Grant, Paradigm
 from hpcsync.paradigms.records import OF_THE_JOB
 from hpcsync.planning.batch_allocation import Allocator
@@ -94,12 +94,12 @@ def create_allocator(job: Job) -> Allocator | None:
     if job.batches.policy == "equal":
         return None
     assert job.batch_total is not None
-    n_workers, settings = job.cluster.workers, job.batches
+    settings = job.batches
     return Allocator(
-        n_workers,
+        job.cluster.workers,
         job.batch_total,
         minimum=settings.minimum,
-        maxima=settings.maxima(n_workers) or [math.inf] * n_workers,
+        maxima=maxima(job),
         interval=settings.interval,
         gain_min=settings.gain,
         local_steps=job.local_steps,

@@ -157,6 +157,7 @@ class AdPsgdOptions(ParadigmOptions):
     contribution = "position"
     allocates = False
     pairwise = True
+    papers = (LIAN,)
     place = 145
     colour = "#6699CC"
     waiting = "none, except while another worker averages with the same one"
@@ -176,11 +177,6 @@ class AdPsgdOptions(ParadigmOptions):
     def exchange_every(self) -> int:
         """Iterations from one average to the next."""
         return self.period
-
-    @property
-    def papers(self) -> tuple[Reference, ...]:
-        """Papers behind the paradigm."""
-        return (LIAN,)
 
     @property
     def label(self) -> str:

@@ -131,14 +131,12 @@ class StanzaOptions(ParadigmOptions):
     def check(self, job: JobTables) -> None:
         """Raise OptionError if layers cannot be separated with this workload and cluster."""
         workload, cluster = job.workload, job.cluster
-        auto = self.fc_workers == "auto"
-        fewest = 2 if self.fc_workers == "auto" else 2 * self.fc_workers
-        if cluster.workers < fewest:
-            number = '"auto"' if auto else self.fc_workers
+        number, n_fc = ('"auto"', 1) if self.fc_workers == "auto" else (self.fc_workers, self.fc_workers)
+        if cluster.workers < 2 * n_fc:
             raise OptionError(
                 "cluster.workers",
                 cluster.workers,
-                f"must be at least {fewest} with paradigm.fc_workers = {number}: each of them needs a convolution "
+                f"must be at least {2 * n_fc} with paradigm.fc_workers = {number}: each of them needs a convolution "
                 "worker of its own",
             )
         if workload.name == "timing":

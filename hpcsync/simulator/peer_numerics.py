@@ -18,6 +18,7 @@ from hpcsync.core.peer_machine import create_method
 from hpcsync.simulator.compressed_mean import compressed_mean
 from hpcsync.simulator.evaluation import Evaluation
 from hpcsync.simulator.gradients import NEXT, Gradients, Work
+from hpcsync.simulator.peer_transfers import replica_bytes
 from hpcsync.training import compressor
 from hpcsync.training.flat_model import squared_norm, trainable
 from hpcsync.training.local_update import Mean, NullPeer, Outer, Peer, PushSumPeer
@@ -40,8 +41,7 @@ class NullNumerics:
         parameters = trainable(workload.model)
         compression = compressor.of_job(job, parameters)
         self._sizes = () if compression is None else (compression.nominal_bytes(compression.whole),)
-        n_bytes = sum(p.numel() for p in parameters) * parameters[0].element_size()
-        push_sum = create_method(job).push_sum
+        n_bytes, push_sum = replica_bytes(workload), create_method(job).push_sum
         self.updates = [NullPeer(n_bytes, push_sum=push_sum) for _ in range(job.cluster.workers)]
 
     gradient = None

@@ -257,7 +257,7 @@ def _in_step(trace: Trace, job: Job, workload: Workload) -> tuple[Values, Values
         table["cluster"]["events"] = [{"worker": worker, **leave} for worker in range(n_workers)]
         table["stop"] = {"samples": n_samples + 1}
     table["evaluation"].pop("seconds", None)  # so that every evaluation that may have been made is made
-    again, rows = Job.from_table(table), _Rows()
+    again, rows = Job.from_table(table), KeptRows()
     factory.simulation(again, workload, peer_transfers.build(again, workload), rows).run()
     recorded, made = (
         steps[np.lexsort((steps["iteration"], steps["worker"]))]
@@ -269,7 +269,7 @@ def _in_step(trace: Trace, job: Job, workload: Workload) -> tuple[Values, Values
     return _losses(recorded, made["loss"]), _evaluations(trace.tables["evaluations"], judged)
 
 
-class _Rows(Recorder):
+class KeptRows(Recorder):
     """Recorder of all rows, by table."""
 
     def __init__(self) -> None:
@@ -278,6 +278,12 @@ class _Rows(Recorder):
     def append(self, table: str, row: tuple[Any, ...]) -> None:
         """Keep a row."""
         self.of[table].append(row)
+
+    def amend(self, table: str, back: int, column: str, value: float) -> None:
+        """Change a row."""
+        rows, place = self.of[table], (TABLES[table].names or ()).index(column)
+        row = rows[-1 - back]
+        rows[-1 - back] = (*row[:place], value, *row[place + 1 :])
 
 
 def _push_info(push: np.void) -> PushInfo:
@@ -298,12 +304,21 @@ def _evaluations(rows: Rows, judged: dict[int, tuple[float, float]]) -> Values:
     return Values(recorded, again, lambda i: f"{('loss', 'accuracy')[i % 2]} of version {rows['version'][i // 2]}")
 
 
-def _compared(name: str, values: Values) -> Check:
-    recorded, again, what = values
-    differ = ~((recorded == again) | (np.isnan(recorded) & np.isnan(again)))
+def differing(recorded: Rows, again: Rows) -> tuple[Rows, Rows]:
+    """Return which values differ, and which of them by more than rounding (`SAME`); NaN is equal to NaN."""
+    differ = recorded != again
+    if recorded.dtype.kind != "f":
+        return differ, differ
+    differ &= ~(np.isnan(recorded) & np.isnan(again))
     with np.errstate(all="ignore"):
         near = np.abs(recorded - again) <= SAME * np.maximum(np.abs(recorded), np.abs(again))
-    wrong: Part = (differ & ~near, lambda i: f"{what(i)} is {recorded[i]}, recomputed {again[i]}")
+    return differ, differ & ~near
+
+
+def _compared(name: str, values: Values) -> Check:
+    recorded, again, what = values
+    differ, far = differing(recorded, again)
+    wrong: Part = (far, lambda i: f"{what(i)} is {recorded[i]}, recomputed {again[i]}")
     found = check_all(name, wrong)
     if not found.passed:
         return found

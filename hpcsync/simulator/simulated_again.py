@@ -7,11 +7,10 @@ import torch
 
 from hpcsync.audit.check import Check
 from hpcsync.core.assignments import decision_fields
-from hpcsync.core.coordinator import Recorder
 from hpcsync.core.job_validation import check
 from hpcsync.core.stanza_resolution import resolved
 from hpcsync.run_dir import layout
-from hpcsync.simulator.recompute import SAME, compared_weights, recorded_job
+from hpcsync.simulator.recompute import KeptRows, compared_weights, differing, recorded_job
 from hpcsync.simulator.simulate import prepare
 from hpcsync.trace.reader import Trace
 from hpcsync.trace.schema import ADDED, TABLES, Rows, decisions_dtype
@@ -36,8 +35,8 @@ def simulated_again(trace: Trace) -> list[Check]:
     Returns
     -------
     list of Check
-        Integers must be equal, other numbers up to a relative difference of `SAME`: another processor may round sums
-        differently. The detail says whether all bits are equal.
+        Integers must be equal, other numbers up to a relative difference of `recompute.SAME`: another processor may
+        round sums differently. The detail says whether all bits are equal.
 
     Raises
     ------
@@ -47,7 +46,7 @@ def simulated_again(trace: Trace) -> list[Check]:
     torch.set_num_threads(1)
     given = recorded_job(trace)
     workload = check(given)
-    job, rows = resolved(given, workload), _Rows()
+    job, rows = resolved(given, workload), KeptRows()
     prepare(job, workload)(rows, lambda now_s, coordinator: None).run()
     dtypes = {**TABLES, "decisions": decisions_dtype(decision_fields(job))}
     n_rows, n_differ, wrong = 0, 0, ""
@@ -71,32 +70,9 @@ def _differences(table: str, recorded: Rows, again: Rows) -> tuple[int, str]:
         return 0, f"/{table} has {len(recorded):,} rows, simulated again {len(again):,}"
     n_differ = 0
     for name in again.dtype.names or ():
-        a, b = recorded[name], again[name]
-        differ, near = a != b, np.zeros(len(a), bool)
-        if a.dtype.kind == "f":
-            differ &= ~(np.isnan(a) & np.isnan(b))
-            with np.errstate(all="ignore"):
-                near = np.abs(a - b) <= SAME * np.maximum(np.abs(a), np.abs(b))
-        if (far := differ & ~near).any():
+        differ, far = differing(recorded[name], again[name])
+        if far.any():
             row = int(far.argmax())
-            return 0, f"/{table} row {row}: {name} is {a[row]}, simulated again {b[row]}"
+            return 0, f"/{table} row {row}: {name} is {recorded[name][row]}, simulated again {again[name][row]}"
         n_differ += int(differ.sum())
     return n_differ, ""
-
-
-class _Rows(Recorder):
-    """Recorder of the compared tables."""
-
-    def __init__(self) -> None:
-        self.of: dict[str, list[tuple[object, ...]]] = {table: [] for table in COMPARED}
-
-    def append(self, table: str, row: tuple[object, ...]) -> None:
-        """Keep a row."""
-        if table in self.of:
-            self.of[table].append(row)
-
-    def amend(self, table: str, back: int, column: str, value: float) -> None:
-        """Change a row."""
-        rows, place = self.of[table], (TABLES[table].names or ()).index(column)
-        row = rows[-1 - back]
-        rows[-1 - back] = (*row[:place], value, *row[place + 1 :])

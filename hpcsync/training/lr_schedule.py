@@ -87,7 +87,7 @@ class EvaluationSchedule(Stateful):
 
     def begin_if_due(self, samples: int) -> bool:
         """Return True if an evaluation is due, and then record that it has begun."""
-        if self._every_samples == 0 or not self.due(samples):
+        if not self.due(samples):
             return False
         self.begun(samples)
         return True
