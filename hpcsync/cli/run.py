@@ -179,7 +179,9 @@ def _run(
         return _Attempt(status, n_ranks, folder, newest is not None, made)
     if restarts and status:
         status_file.settle(folder, "failed")
-    if newest is not None and status not in (0, 2) and ended.status != TO_BE_RESUMED:
+    if status and (folder / layout.SUMMARY).exists():
+        print(f"hpcsync: the run had finished; hpcsync show {folder} prints its summary", file=sys.stderr)
+    elif newest is not None and status not in (0, 2) and ended.status != TO_BE_RESUMED:
         print(f"hpcsync: use --resume to resume from {newest}", file=sys.stderr)
     return _Attempt(status)
 

@@ -203,10 +203,12 @@ def test_status_of_the_trace_after_the_ranks_ended(
     assert capsys.readouterr().err == printed
 
 
-def test_a_finished_trace_stays_finished(path: Path, ranks: Ranks) -> None:
+def test_a_finished_trace_stays_finished(path: Path, ranks: Ranks, capsys: pytest.CaptureFixture[str]) -> None:
+    """A signal came after the end: nothing is left to resume."""
     ranks.ended = Ended(143, 15)
     assert run.run(path, [], None, Path("o")) == 75
     assert reader.load("o/trace.h5").status == "finished"
+    assert capsys.readouterr().err == "hpcsync: the run had finished; hpcsync show o prints its summary\n"
 
 
 @pytest.mark.parametrize(("status", "expected"), [(2, 2), (1, 1), (137, 1), (0, 1), (75, 75)])
