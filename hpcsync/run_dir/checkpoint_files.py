@@ -15,12 +15,15 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcsync.config.errors import JobError
 from hpcsync.state import NOT_FINITE, StateError, built, plain
 from hpcsync.system.atomic_files import naming, permitted, removing, sync
 from hpcsync.version import __version__
+
+if TYPE_CHECKING:
+    import torch
 
 FORMAT = "hpcsync checkpoint"
 FORMAT_VERSION = 7  # raise it with every change of what a checkpoint holds: tests/unit/run_dir/checkpoint_format.txt
@@ -155,16 +158,23 @@ def _write_arrays(path: Path, arrays: Mapping[str, Any]) -> Digest:
 
     from hpcsync.training.compressor import as_tensor
 
-    tensors: dict[str, Any] = {}
-    for name, array in arrays.items():
-        tensor = (array if hasattr(array, "is_cuda") else as_tensor(array)).detach().cpu().contiguous()
-        shared = any(tensor.untyped_storage().data_ptr() == t.untyped_storage().data_ptr() for t in tensors.values())
-        tensors[name] = tensor.clone() if shared else tensor  # safetensors refuses tensors that share memory
+    tensors = apart({name: array if hasattr(array, "is_cuda") else as_tensor(array) for name, array in arrays.items()})
     with naming(path), removing(path):
         with permitted(path):
             save_file(tensors, path)
         sync(path)
         return _digest(path)
+
+
+def apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors as safetensors takes them: on the CPU, contiguous, and none overlapping another in memory."""
+    found = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    end = 0
+    for name, tensor in sorted(found.items(), key=lambda item: item[1].data_ptr()):
+        if (begin := tensor.data_ptr()) < end:
+            found[name] = tensor.clone()
+        end = max(end, begin + tensor.nbytes)
+    return found
 
 
 def _write_json(path: Path, content: Any) -> None:

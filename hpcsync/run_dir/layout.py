@@ -19,6 +19,7 @@ from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
 from hpcsync.run_dir import checkpoint, lock
 from hpcsync.run_dir.checkpoint import Resumed
+from hpcsync.run_dir.checkpoint_files import apart
 from hpcsync.system.atomic_files import aside, removing, whole
 from hpcsync.system.standard_output import at_least_80_columns
 
@@ -277,17 +278,10 @@ def save_weights(folder: Path, model: torch.nn.Module) -> None:
     from safetensors.torch import save_file
     from torch import Tensor
 
-    state: dict[str, torch.Tensor] = {}
-    written: set[int] = set()
-    for key, value in model.state_dict().items():
-        if not isinstance(value, Tensor):  # of `get_extra_state`
-            continue
-        state[key] = value.cpu().contiguous()
-        if state[key].data_ptr() in written:  # which the format refuses
-            state[key] = state[key].clone()
-        written.add(state[key].data_ptr())
+    values = model.state_dict().items()
+    state = {key: value for key, value in values if isinstance(value, Tensor)}  # others are of `get_extra_state`
     with whole(folder / WEIGHTS) as path:
-        save_file(state, path)
+        save_file(apart(state), path)
 
 
 def conclude(folder: Path, console: Console) -> None:

@@ -18,6 +18,7 @@ from hpcsync.config.job import Job
 from hpcsync.report.summary import summarize
 from hpcsync.run_dir import layout
 from hpcsync.run_dir.checkpoint import Resumed
+from hpcsync.run_dir.checkpoint_files import apart
 from hpcsync.system.atomic_files import NotWritten
 from hpcsync.trace import reader
 from hpcsync.trace.reader import load
@@ -256,6 +257,25 @@ def test_tied_weights_are_saved_under_each_name(tmp_path):
     saved = load_file(tmp_path / layout.WEIGHTS)
     assert saved.keys() == model.state_dict().keys()
     assert all(torch.equal(value, first.weight) for value in saved.values())
+
+
+def test_buffers_that_are_parts_of_others_are_saved(tmp_path):
+    """In PyTorch such a model trains and is saved; the format refuses tensors that overlap, and the run failed."""
+    model = torch.nn.Linear(2, 3)
+    model.register_buffer("table", torch.arange(10.0))
+    model.register_buffer("tail", model.table[3:])
+    model.register_buffer("row", model.table[5:6])
+    layout.save_weights(tmp_path, model)
+    saved = load_file(tmp_path / layout.WEIGHTS)
+    assert saved.keys() == model.state_dict().keys()
+    assert all(torch.equal(value, model.state_dict()[key]) for key, value in saved.items())
+
+
+def test_views_of_one_vector_are_saved_without_a_copy(tmp_path):
+    vector = torch.zeros(1000)
+    parts = {name: vector[begin : begin + 100] for name, begin in (("b", 100), ("a", 0), ("c", 200))}
+    found = apart(parts)
+    assert all(found[name].data_ptr() == part.data_ptr() for name, part in parts.items())
 
 
 def test_weights_are_whole_whatever_their_layout_or_not_there(tmp_path, monkeypatch):
