@@ -93,9 +93,10 @@ class AgreedSizes:
     def in_force(self) -> Rows:
         """Size of every worker in each iteration, shape (1 + n_iterations, n_workers)."""
         sizes = np.tile(self.first, (self.last + 1, 1))
-        for allocation in self.allocations:
-            sizes[allocation.iteration + 1 :] = 0
-            sizes[allocation.iteration + 1 :, allocation.rows["worker"]] = allocation.rows["chosen"]
+        begins = [allocation.iteration + 1 for allocation in self.allocations]
+        for allocation, begin, end in zip(self.allocations, begins, [*begins[1:], self.last + 1], strict=False):
+            sizes[begin:end] = 0
+            sizes[begin:end, allocation.rows["worker"]] = allocation.rows["chosen"]
         return sizes
 
 
