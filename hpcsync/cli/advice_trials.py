@@ -22,7 +22,7 @@ from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job, default_servers, drop_excluded
 from hpcsync.config.paradigms import kind_of
 from hpcsync.report.wording import plural
-from hpcsync.system.atomic_files import whole
+from hpcsync.system.atomic_files import naming, whole
 
 if TYPE_CHECKING:
     from hpcsync.report.summary import Summary
@@ -267,9 +267,10 @@ def simulate_one(job: Job, folder: Path, path: str) -> int:
     import_beside(Path(path))
     if folder.exists() and not layout.cleared(folder):
         return 0
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with folder.with_name(f"{folder.name}.log").open("w", encoding="utf-8") as log:
-        with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
+    said = folder.with_name(f"{folder.name}.log")
+    with naming(said):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with said.open("w", encoding="utf-8") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
             try:
                 return simulate(job, folder, Console(file=log))
             except JobError as error:

@@ -33,6 +33,7 @@ from hpcsync.config import job as jobs
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job, Script
 from hpcsync.planning.candidates import LINK_SHARE, RATES, Candidate, candidates, kept
+from hpcsync.system.atomic_files import whole
 from hpcsync.system.signals import Interrupted, interrupt, on_signals
 from hpcsync.system.standard_output import at_least_80_columns
 
@@ -316,7 +317,8 @@ class _Adviser:
                 lines.append(f"Its learning rate, {factor}, is the {end} that was tried: a {beyond} one may be better.")
             job_file = self._out / "advised.toml"
             advised = self._advised(chosen[advice.advised], predicted)
-            job_file.write_text(advised.to_toml(), encoding="utf-8")
+            with whole(job_file) as unfinished:
+                unfinished.write_text(advised.to_toml(), encoding="utf-8")
             lines.append(f"Job file: {job_file}, for {advised.cluster.ranks} ranks")
         found = {
             "advised": advice.advised,
@@ -338,7 +340,8 @@ class _Adviser:
             "took_s": time.monotonic() - self._begin_s,
             "job": None if job_file is None else str(job_file),
         }
-        (self._out / "advice.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        with whole(self._out / "advice.json") as unfinished:
+            unfinished.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         if self._asked.as_json:
             print(json.dumps(found, indent=1))
         else:

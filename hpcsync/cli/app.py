@@ -17,6 +17,7 @@ from hpcsync.cli import cite, figure
 from hpcsync.cli.job_command import JobCommand
 from hpcsync.config.errors import JobError, below
 from hpcsync.system import garbage, standard_output
+from hpcsync.system.atomic_files import NotWritten
 from hpcsync.system.launch_output import wait_until_read
 from hpcsync.system.launcher import LaunchError, expected_rank, under_launcher
 from hpcsync.system.signals import ending_at_once, left_to_rank_0
@@ -27,7 +28,7 @@ from hpcsync.version import __version__
 def user_errors_in_one_line() -> Iterator[None]:
     """End the program with status 2 and one line on a JobError or LaunchError; with several ranks only rank 0 prints.
 
-    Ctrl-C ends it with status 1.
+    Ctrl-C and a file that cannot be written end it with status 1.
     """
     try:
         yield
@@ -35,6 +36,9 @@ def user_errors_in_one_line() -> Iterator[None]:
         if expected_rank() == 0:
             print(f"hpcsync: {error}{below(error)}", file=sys.stderr)
         sys.exit(2)
+    except NotWritten as error:
+        print(f"hpcsync: failed: {error}", file=sys.stderr)
+        sys.exit(1)
     except KeyboardInterrupt:  # outside of the code that handles signals itself
         print("hpcsync: interrupted", file=sys.stderr)
         sys.exit(1)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from hpcsync.config import job as jobs
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
+from hpcsync.system.atomic_files import naming
 from hpcsync.system.interpreter import python
 
 CHOICES = (  # keys among whose values a user chooses; all others describe what is trained and on which cluster
@@ -300,7 +301,9 @@ def _execute(path: Path, run: Run, processes: list[subprocess.Popen[bytes]], *, 
     command = python("-m", "hpcsync", "simulate" if simulated else "run", str(path))
     command += [word for override in run.overrides for word in ("--set", override)]
     command += ["--out", str(run.folder), *(["--resume"] if not simulated and run.folder.exists() else [])]
-    with run.folder.with_name(f"{run.folder.name}.log").open("a", encoding="utf-8") as log:
+    with naming(said := run.folder.with_name(f"{run.folder.name}.log")):
+        log = said.open("a", encoding="utf-8")
+    with log:
         try:
             if simulated and run.folder.exists() and not layout.cleared(run.folder):
                 return 0

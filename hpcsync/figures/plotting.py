@@ -23,6 +23,7 @@ from matplotlib.ticker import NullFormatter
 from hpcsync.config.job import of_any_seed
 from hpcsync.paradigms import OPTIONS
 from hpcsync.report.variants import LEAST_SEEDS, LEVEL, mean_and_band
+from hpcsync.system.atomic_files import whole
 from hpcsync.trace.reader import Trace, TraceError
 from hpcsync.trace.schema import Rows
 
@@ -422,19 +423,20 @@ def write(drawing: Drawing, path: Path) -> list[Path]:
 
     Raises
     ------
-    OSError
-        If a file cannot be written.
+    NotWritten
+        If a file cannot be written; it is then as it was before.
     """
     kinds = [path.suffix[1:]] if path.suffix else ["png", "svg", "csv"]
     files = [path.with_name(f"{path.stem}{drawing.tail}.{kind}") for kind in kinds]
     path.parent.mkdir(parents=True, exist_ok=True)
     with style(drawing.figure.get_figwidth()):
         for file, kind in zip(files, kinds, strict=True):
-            if kind == "csv":
-                drawing.data.to_csv(file, index=False, lineterminator="\n")
-            else:
-                undated = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[kind]
-                drawing.figure.savefig(file, metadata=undated)
+            with whole(file) as unfinished:
+                if kind == "csv":
+                    drawing.data.to_csv(unfinished, index=False, lineterminator="\n")
+                else:
+                    undated = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[kind]
+                    drawing.figure.savefig(unfinished, format=kind, metadata=undated)
     return files
 
 

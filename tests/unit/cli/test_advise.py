@@ -30,6 +30,7 @@ from hpcsync.report.summary import beside_prediction, summarize
 from hpcsync.run_dir import layout
 from hpcsync.simulator import measured_cluster
 from hpcsync.simulator.simulate import simulate
+from hpcsync.system.atomic_files import NotWritten
 from hpcsync.trace.reader import load
 
 JOB = """
@@ -384,6 +385,20 @@ def test_a_job_that_a_simulation_refuses_is_in_its_log(job, tmp_path):
     folder = tmp_path / "seed-1"
     assert advice_trials.simulate_one(jobs.load(job, ["cluster={workers = 3}"]), folder, str(job)) == 2
     assert folder.with_name("seed-1.log").read_text().startswith("hpcsync: cluster.compute: missing")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")
+def test_a_full_disk_is_reported_with_the_file(job, tmp_path):
+    """For the log of a simulation, and for the advice after all of them."""
+    (tmp_path / "seed-1.log").symlink_to("/dev/full")
+    with pytest.raises(NotWritten, match=r"seed-1\.log: No space left on device$"):
+        advice_trials.simulate_one(jobs.load(job, ["cluster={workers = 3}"]), tmp_path / "seed-1", str(job))
+    for name in ("advised.toml", "advice.json"):
+        out = tmp_path / name.partition(".")[0]
+        out.mkdir()
+        (out / name).symlink_to("/dev/full")
+        with pytest.raises(NotWritten, match=rf"{name}: No space left on device$"):
+            main(job, Asked(paradigms=("bsp", "asp"), out=out))
 
 
 def failing(monkeypatch, words):

@@ -1,5 +1,6 @@
 """Command line: functions and arguments of the commands, and how errors end."""
 
+import errno
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from hpcsync import __version__
 from hpcsync.cli import app
 from hpcsync.cli import run as commands
 from hpcsync.config.errors import JobError
+from hpcsync.system.atomic_files import NotWritten
 from hpcsync.system.launcher import LaunchError
 
 
@@ -77,6 +79,15 @@ def test_user_errors_are_one_line_and_status_2(mistake: Exception, monkeypatch: 
     assert (result.exit_code, result.stdout, result.stderr) == (2, "", f"hpcsync: {mistake}\n")
     monkeypatch.setenv("PMI_RANK", "1")
     assert (run("show", "job.toml").exit_code, run("show", "job.toml").stderr) == (2, "")  # rank 0 prints it
+
+
+def test_a_full_disk_is_one_line_and_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **options: object) -> None:
+        raise NotWritten(errno.ENOSPC, "No space left on device", "out/x.log")
+
+    monkeypatch.setattr(commands, "show", fail)
+    result = run("show", "job.toml")
+    assert (result.exit_code, result.stderr) == (1, "hpcsync: failed: out/x.log: No space left on device\n")
 
 
 @pytest.mark.parametrize(

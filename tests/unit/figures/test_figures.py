@@ -2,6 +2,7 @@
 
 import builtins
 import dataclasses
+import errno
 import math
 import sys
 from pathlib import Path
@@ -618,6 +619,18 @@ def test_traces_of_a_paradigm_share_a_colour_and_differ_in_dashes():
 
 
 # ---- bad input: one line that names the file, status 2 ----
+
+
+def test_a_figure_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch):
+    def full(figure, path, **how):
+        Path(path).write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    run, file = write(tmp_path, record("bsp")), tmp_path / "waiting.svg"
+    file.write_text("before")
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", full)
+    assert refused("waiting", run, "--out", file) == f"{file}: No space left on device\n"
+    assert file.read_text() == "before" and sorted(tmp_path.iterdir()) == [run, file]
 
 
 def refused(name, *arguments):
