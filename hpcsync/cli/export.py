@@ -103,9 +103,12 @@ def write(kind: str, module: Any, runs: Sequence[Path], out: Path, window: tuple
 
     if kind == "parquet":
         with opened(runs[0]) as trace:
+            trace.verify()
             return f"{out}, {len(module.write(trace, out))} tables"
     with ExitStack() as open_files:
         traces = [open_files.enter_context(opened(run, PART_ROWS)) for run in figures.files_of(runs)]
+        for each in traces:
+            each.verify()
         if window[0] > (end_s := max(map(last_s, traces))):
             raise JobError(f"--from {window[0]:g}: must be at most {end_s:.6g}, where the rows of the trace end")
         module.write(traces if kind == "perfetto" else traces[0], out, *window)

@@ -103,10 +103,11 @@ def read_all(runs: Iterable[tuple[Path, Summary]], *, audited: bool | None = Non
 
 
 def read(path: Path, summary: Summary, *, audited: bool = True) -> RunData:
-    """Read a run, and audit it if wanted. Raises TraceError if its trace cannot be read."""
+    """Read a run, and audit it if wanted. Raises TraceError if its trace cannot be read or has been altered."""
     from hpcsync.audit.trace_audit import audit
 
     with opened(path) as file:
+        file.verify()
         trace: Trace | TraceFile = load(path) if audited else file
         stalls, found = _rows(trace, "stalls"), explain(trace)
         return RunData(

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import h5py
 import pytest
 from click.testing import Result
 from typer.testing import CliRunner
@@ -73,6 +74,19 @@ def test_refusals(run: Path) -> None:
     assert not Path("a.csv").exists()
     assert "must be left out with --format parquet" in refused(run, "-o", "a", "--format", "parquet", "--to", 2)
     assert refused(run, "-o", "absent/a.csv") == "absent/a.csv: No such file or directory\n"
+
+
+@pytest.mark.parametrize("file", ["a.csv", "a.pftrace", "a.parquet"])
+def test_a_trace_whose_rows_have_changed_is_refused_in_one_line(run: Path, file: str) -> None:
+    if file != "a.csv":
+        pytest.importorskip({"a.pftrace": "perfetto", "a.parquet": "pyarrow"}[file])
+    with h5py.File(run / "trace.h5", "r+") as trace:
+        rows = trace["membership"][:]
+        rows["change"][0] = 77
+        trace["membership"][:] = rows
+    wrong = f"{run / 'trace.h5'}: a damaged trace: the rows of /membership are not those that were written\n"
+    out = ("-o", file) if file != "a.parquet" else ("-o", "tables", "--format", "parquet")
+    assert refused(run, *out) == wrong
 
 
 @pytest.mark.parametrize(

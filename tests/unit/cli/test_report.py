@@ -77,6 +77,16 @@ def is_refused(result: Result, line: str) -> None:
     assert result.stderr.splitlines()[-1].startswith(f"hpcsync: {line}")
 
 
+def test_a_trace_whose_rows_have_changed_is_refused_in_one_line(run: Path) -> None:
+    with h5py.File(run / "trace.h5", "r+") as trace:
+        rows = trace["pushes"][:]
+        rows["staleness"][0] = 2**62
+        trace["pushes"][:] = rows
+    wrong = f"{run / 'trace.h5'}: a damaged trace: the rows of /pushes are not those that were written"
+    for audited in ("--no-audit", "--audit"):
+        is_refused(hpcsync("report", run, audited), wrong)
+
+
 def test_refusals(run: Path, tmp_path: Path) -> None:
     trace = run / "trace.h5"
     before = trace.read_bytes()
