@@ -28,11 +28,12 @@ OF_EMPTY_LOOPS = (NameError, ZeroDivisionError, StopIteration, IndexError, Value
 
 
 def _add_note(rank: int, error: BaseException) -> None:
-    if isinstance(error, OF_EMPTY_LOOPS):
-        error.add_note(
-            f"hpcsync: rank {rank} is a server: sync.shard yields no batch there, so what the loop over it assigns or "
-            "counts is missing after it. Use that on workers only (if sync.worker is not None)."
-        )
+    note = (
+        f"hpcsync: rank {rank} is a server: sync.shard yields no batch there, so what the loop over it assigns or "
+        "counts is missing after it. Use that on workers only (if sync.worker is not None)."
+    )
+    if isinstance(error, OF_EMPTY_LOOPS) and note not in getattr(error, "__notes__", ()):  # of an earlier session
+        error.add_note(note)
 
 
 def _excepthook(rank: int, hook: Callable[..., Any], kind: Any, error: BaseException, trace: Any) -> None:

@@ -70,6 +70,22 @@ def test_what_misses_the_batches_of_an_empty_loop_is_told_that_it_is_on_a_server
     assert ("hpcsync: rank 0 is a server: sync.shard yields no batch there" in notes) == noted
 
 
+def test_it_is_told_once_after_several_sessions(tmp_path):
+    def script(comm: Any) -> list[str]:
+        for folder in ("one", "two"):
+            model = torch.nn.Linear(3, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            with hpcsync.connect(model, optimizer, out=tmp_path / folder, comm=comm) as sync:
+                for x in sync.shard(torch.ones(8, 3), 4):
+                    model(x).mean().backward()
+                    optimizer.step()
+        error = NameError("name 'loss' is not defined")
+        sys.excepthook(NameError, error, None)
+        return getattr(error, "__notes__", [])
+
+    assert [len(notes) for notes in run(2, script)] == [1, 0]
+
+
 class Net(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
