@@ -309,7 +309,10 @@ def refuse(data: Any, batch_size: int | None, *, sharded: bool = False) -> None:
                 "shard: a DistributedSampler has a part for each process already: leave it out, or give sharded=True"
             )
     elif not (_has_indices(data) or isinstance(data, Iterable) or data is None):
-        raise JobError(f"shard: a {name} is no data: give a data set, an IterableDataset or a DataLoader")
+        raise JobError(
+            f"shard: a {name} is no data: give a data set, a DataLoader, or an iterable of batches, such as "
+            "iter(draw_batch, None) for a function"
+        )
     elif batch_size is None and (_has_indices(data) or isinstance(data, IterableDataset) or data is None):
         raise JobError("shard: batch_size: must be given with a data set")
     if batch_size is not None and not (is_whole(batch_size) and batch_size >= 1):
