@@ -73,7 +73,7 @@ def values_are_possible(trace: Trace) -> Check:
     made = (updates["n_contributions"] >= 1) & np.isfinite(updates["now_s"])
     parts.append((~made, describe_columns("/updates", updates, "version", "n_contributions", "now_s")))
     valid = (membership["worker"] >= 0) & (membership["worker"] < n_workers) & np.isfinite(membership["now_s"])
-    valid &= np.isin(membership["change"], list(Change))
+    valid &= np.isin(membership["change"], [Change.LEFT, Change.DIED])  # without servers no worker joins again
     parts.append((~valid, describe_columns("/membership", membership, "worker", "now_s", "change")))
     return check_all("values are valid", *parts)
 

@@ -13,6 +13,7 @@ from rich.console import Console
 from hpcsync.audit.trace_audit import audit, main
 from hpcsync.paradigms.records import ALL_PEERS, NO_PEER
 from hpcsync.trace import reader
+from hpcsync.trace.schema import Change
 from hpcsync.trace.writer import TraceWriter
 from tests.unit.audit.failing import failing
 from tests.unit.trace.peer_recorder import BATCHES, PARADIGMS, in_memory, peer_job, record, simulated
@@ -162,6 +163,7 @@ def test_every_check_has_a_name_of_its_own(trace):
         ("updates", {"n_contributions": 0}),
         ("updates", {"now_s": math.nan}),
         ("membership", {"worker": 7}),
+        ("membership", {"change": Change.JOINED}),
         ("membership", {"change": 3}),
     ],
 )
