@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.data.distributed import DistributedSampler
 
 from hpcsync.config.errors import JobError, shown
@@ -298,6 +299,8 @@ def refuse(data: Any, batch_size: int | None, *, sharded: bool = False) -> None:
         If so; the message says what to give instead.
     """
     name = type(data).__name__
+    if isinstance(data, _BaseDataLoaderIter):  # may have drawn its order by now, on each worker another
+        raise JobError("shard: the iterator of a DataLoader was given: give the DataLoader itself")
     if isinstance(data, Mapping):
         first = next(iter(data), "train")
         raise JobError(f"shard: a {name} is several data sets: give one of them, such as data[{first!r}]")

@@ -377,6 +377,7 @@ def test_workers_that_do_not_end_together_are_said(data, given, said):
         (Data(), None, "batch_size: must be given with a data set"),
         (Stream(), None, "batch_size: must be given with a data set"),
         (3, 4, "a int is no data"),
+        (iter(DataLoader(Data(), 4)), None, "the iterator of a DataLoader was given: give the DataLoader itself"),
         (Stream(), 0, "batch_size = 0: must be a whole number of at least 1"),
         (None, -1, "batch_size = -1: must be a whole number of at least 1"),
         (Data(), 1.5, r"batch_size = 1\.5: must be a whole number of at least 1"),
