@@ -122,12 +122,14 @@ def timed(loop: Loop, method: PeerMethod, comm_s: Sequence[Rows], size_bytes: in
     method
         Exchange of the run; its transport is one of `KINDS`, or "swap".
     comm_s
-        Transfer times of each worker's iterations, 0 without a transfer. They repeat after the last one.
+        Transfer times of each worker's iterations, 0 without a transfer; those of a worker that has left are fewer.
+        They repeat after the last one.
     size_bytes
         Size of a replica, for the records.
     """
-    n = min(map(len, comm_s))
-    of_all = np.array([own[:n] for own in comm_s]).T
+    n = max(map(len, comm_s))
+    of_all = np.array([np.pad(own, (0, n - len(own)), constant_values=np.nan) for own in comm_s]).T
+    of_all = np.where(np.isnan(of_all), np.nanmax(of_all, axis=1, keepdims=True), of_all)
     if method.transport == "swap":
         exchanges_s = of_all[of_all.any(axis=1)]
         return _Swaps(loop, size_bytes, exchanges_s if len(exchanges_s) else np.zeros((1, len(comm_s))))

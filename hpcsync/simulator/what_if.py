@@ -158,8 +158,8 @@ def _of_pushes(trace: Trace | TraceFile) -> _Recorded:
         raise NotReplayed("it has no update")
     samples, real_s = (updates[name][n_updates - 1].item() for name in ("samples", "now_s"))
     pushes, grants = (_first(trace, table, 2 * ROWS + trace.n_workers) for table in ("pushes", "grants"))
-    pushes, grants = pushes[pushes["now_s"] <= real_s], grants[grants["now_s"] <= real_s]
-    batch_size = _batch_size(pushes["batch_size"] // pushes["local_steps"])
+    pushes, grants = pushes[pushes["begin_s"] <= real_s], grants[grants["now_s"] <= real_s]
+    batch_size = _batch_size(trace.job, pushes["batch_size"] // pushes["local_steps"])
     each = [pushes[pushes["worker"] == worker] for worker in range(trace.n_workers)]
     workers = [columns_of(own, grants[grants["worker"] == worker], batch_size) for worker, own in enumerate(each)]
     if absent := [worker for worker, columns in enumerate(workers) if not len(columns.compute_s)]:
@@ -179,10 +179,10 @@ def _of_exchanges(trace: Trace | TraceFile) -> _Recorded:
     if not len(rows) or not len(updates):
         raise NotReplayed("it has no update")
     samples, real_s = (updates[name][-1].item() for name in ("samples", "now_s"))
-    rows = rows[rows["iteration"] <= n_iterations] if method.synchronous else rows[rows["now_s"] <= real_s]
+    rows = rows[rows["iteration"] <= n_iterations] if method.synchronous else rows[rows["begin_s"] <= real_s]
     rows = rows[np.argsort(rows["iteration"], kind="stable")]
     takes = np.isin(rows["worker"], trace.job.takers)
-    batch_size = _batch_size(rows["batch_size"][takes])
+    batch_size = _batch_size(trace.job, rows["batch_size"][takes])
     each = [rows[rows["worker"] == worker] for worker in range(trace.n_workers)]
     if absent := [worker for worker, own in enumerate(each) if not len(own)]:
         raise NotReplayed(f"worker {absent[0]} has no iteration among the first {len(rows):,}")
@@ -202,8 +202,9 @@ def _first(trace: Trace | TraceFile, table: str, n_rows: int) -> Rows:
     return trace.read(table, 0, n_rows) if isinstance(trace, TraceFile) else trace.tables[table][:n_rows]
 
 
-def _batch_size(sizes: Rows) -> int:
-    return max(1, int(np.median(sizes)))
+def _batch_size(job: Job, sizes: Rows) -> int:
+    """Return the batch size of a job, of which allocated batches divide the sum; that of a script from its batches."""
+    return max(1, int(np.median(sizes))) if isinstance(job.workload, Script) else job.workload.batch_size
 
 
 def _in_virtual_time(job: Job, samples: int, batch_size: int) -> Job:
@@ -320,7 +321,10 @@ def _duration_s(recorded: _Recorded, workers: Sequence[Columns]) -> float:
         else:
             loop = Loop()
             links: Links
-            devices = [Device(RecordedTimes(*columns).seconds(), ()) for columns in workers]
+            devices = [
+                Device(RecordedTimes(*columns).seconds(), cluster.changes_of(job, worker, job.cluster.events))
+                for worker, columns in enumerate(workers)
+            ]
             if job.paradigm.separates_layers:
                 links = replayed_layers.RecordedLinks(loop, job, workers, replica_bytes(workload))
             else:

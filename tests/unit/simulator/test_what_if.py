@@ -91,6 +91,41 @@ def test_its_own_times_take_the_time_of_the_run(tmp_path, paradigm):
     assert found.replayed_s == pytest.approx(found.real_s, rel=0.03)
 
 
+@pytest.mark.parametrize(
+    "paradigm",
+    [{"name": "asp"}, {"name": "dssp", "staleness_min": 1, "staleness_max": 4}, {"name": "gossip", "mode": "push"}],
+)
+def test_an_iteration_that_was_under_way_takes_its_time_too(tmp_path, paradigm):
+    """Worker 2 has made one iteration when the last update counts; its next one does not begin again with the first."""
+    found = study(simulated(tmp_path, paradigm, [0.1, 0.12, 0.7], jitter=0.5, updates=17))
+    assert found.replayed_s == pytest.approx(found.real_s)
+
+
+@pytest.mark.parametrize(
+    "paradigm",
+    [*LOCKSTEP, *({"name": "gossip", "mode": mode, "synchronous": True} for mode in ("pull", "permutation"))],
+    ids=lambda paradigm: " ".join(map(str, paradigm.values())),
+)
+def test_a_worker_that_leaves_leaves_the_simulations_too(tmp_path, paradigm):
+    leaves = {"events": [{"worker": 0, "change": "leave", "at_s": 1.0}], "network": NETWORK}
+    trace = simulated(tmp_path, paradigm, [0.1, 0.15, 0.25], jitter=0.3, **leaves)
+    found = study(trace)
+    assert found.replayed_s == pytest.approx(found.real_s, rel=0.01)
+    assert found.real_s > 2.0
+
+
+@pytest.mark.parametrize("paradigm", ["bsp", "ssp", "allreduce"])
+def test_allocated_batches_have_their_total_again(tmp_path, paradigm):
+    """It is three times 8 samples. The control: most are of worker 0, so the median of all batches is another."""
+    options = {"name": paradigm, **({"staleness": 2} if paradigm == "ssp" else {})}
+    batches = {"policy": "equal-finish", "predictor": "last", "interval": 3}
+    trace = simulated(tmp_path, options, [0.05, 0.4, 0.5], updates=60, batches=batches)
+    rows = trace.tables["exchanges" if paradigm == "allreduce" else "pushes"]
+    assert np.median(rows["batch_size"]) != 8
+    found = study(trace)
+    assert found.replayed_s == pytest.approx(found.real_s)
+
+
 @pytest.mark.parametrize("mode", ["pull", "push", "permutation"])
 def test_synchronous_gossip_is_replayed_with_the_transfers_of_both_sides(tmp_path, mode):
     paradigm = {"name": "gossip", "mode": mode, "synchronous": True}
