@@ -44,15 +44,39 @@ class Batches(Iterator[Any]):
         The batches.
     count
         Returns how many they are, before the first one. Raises TypeError if that is not known.
+
+    Attributes
+    ----------
+    again
+        Returns the batches of another call of `shard` with the same arguments, or None if the run is over. A loop over
+        batches that are used up has these: a script or a library may loop over one object in each training epoch.
     """
 
     def __init__(self, batches: Iterator[Any], count: Callable[[], int]) -> None:
+        self.again: Callable[[], Batches | None] = lambda: None
+        self._begin(batches, count)
+
+    def _begin(self, batches: Iterator[Any], count: Callable[[], int]) -> None:
         self._batches, self._count = batches, count
         self._length: int | TypeError | None = None
+        self._n_given, self._ended = 0, False
+
+    def __iter__(self) -> Self:
+        if self._n_given and self._n_given == self._length:  # the loop has counted them
+            self._ended = next(self._batches, None) is None
+        if self._ended and (others := self.again()) is not None:
+            self._begin(others._batches, others._count)
+        return self
 
     def __next__(self) -> Any:
         self._note_length()
-        return next(self._batches)
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self._ended = True
+            raise
+        self._n_given += 1
+        return batch
 
     def __len__(self) -> int:
         self._note_length()
@@ -148,7 +172,8 @@ class Session(ABC):
             An iterator over the batches. On a server it is empty: the server serves here until the run is over. Its
             `len` is how many batches this worker gets if the run does not end before, in a resumed run without those
             used already. It raises TypeError where that is not known beforehand: with `epochs` None, with allocated
-            batches, and for data whose batches only reading tells.
+            batches, and for data whose batches only reading tells. A loop over it once all are used has the batches of
+            the next training epochs, as after another call.
 
         Raises
         ------
@@ -163,7 +188,10 @@ class Session(ABC):
         end belongs to the epoch in which it begins.
         """
         self._refuse_outside()
-        return self._batches(Asked(dataset, batch_size, epochs, sharded, accumulate))
+        asked = Asked(dataset, batch_size, epochs, sharded, accumulate)
+        batches = self._batches(asked)
+        batches.again = lambda: self._batches(asked) if self._entered and not self.stopped else None
+        return batches
 
     @abstractmethod
     def _batches(self, asked: Asked) -> Batches:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -98,3 +99,49 @@ def test_a_length_that_is_not_known_is_a_type_error(comm, only, folder):
         assert sync.shard(DATA, 4), "it is not empty for all that"
         with pytest.raises(TypeError, match="batches are allocated"):
             len(sync.shard(DATA, 4))
+
+
+def drawn(comm: MPI.Intracomm, out: Path, paradigm: str, way: str, epochs: int = 3, **how: Any) -> list[list[int]]:
+    """Return the samples of each training epoch, and of a loop after the run."""
+    model = torch.nn.Linear(1, 1)
+    sgd = torch.optim.SGD(model.parameters(), lr=1e-4)
+    found: list[list[int]] = []
+    with hpcsync.connect(model, sgd, paradigm, comm=comm, out=out, **PARADIGMS[paradigm], **how) as sync:
+        loader = DataLoader(DATA, 4, shuffle=True)
+        batches = sync.shard(loader)
+        for epoch in range(epochs):
+            if way == "calls" and epoch:
+                batches = sync.shard(loader)
+            found.append([])
+            iterator = iter(batches)
+            for x, y in islice(iterator, len(batches)) if way == "counted" else iterator:
+                sgd.zero_grad()
+                torch.nn.functional.mse_loss(model(x), y).backward()
+                sync.step()
+                found[-1] += x.flatten().int().tolist()
+    return [*found, list(batches)]
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("paradigm", ["bsp", "allreduce"])
+def test_one_object_has_the_batches_of_every_training_epoch(comm, only, folder, paradigm):
+    """Libraries such as the Trainers of Lightning and transformers loop over one; some do not ask for a batch more."""
+    only(3)
+    expected = drawn(comm, folder / "a", paradigm, "calls")
+    n_batches = sum(map(len, comm.allgather([x for epoch in expected for x in epoch]))) // 4
+    assert n_batches == 3 * 11 and expected[-1] == []
+    for way in ("ended", "counted"):
+        assert drawn(comm, folder / way, paradigm, way) == expected
+    stopped = drawn(comm, folder / "stopped", paradigm, "ended", stop={"samples": 24})
+    assert comm.rank < (paradigm == "bsp") or (stopped[0] and not any(stopped[1:]))
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("paradigm", ["bsp", "allreduce"])
+def test_one_object_has_what_is_left_when_the_run_resumes(comm, only, folder, paradigm):
+    only(3)
+    how = {"checkpoint": {"updates": 6, "keep": 9}}
+    whole = drawn(comm, folder / "a", paradigm, "ended", **how)
+    left = drawn(comm, killed(comm, folder / "a"), paradigm, "ended", resume=True, **how)
+    assert (left[-2] == whole[-2] and 0 < sum(map(len, left)) < sum(map(len, whole))) or whole == [[], [], [], []]
+    assert all(mine == its[len(its) - len(mine) :] for mine, its in zip(left, whole, strict=True))
