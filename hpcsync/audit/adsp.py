@@ -131,8 +131,7 @@ class _CommitAccount:
         self.commit_s = np.full(len(recount.pushes) + 1, np.nan)  # of the grant that answers each push, seconds
         self.due: list[_Due] = []
         self.apart = 0  # largest difference of commits between active workers at a check
-        rows = recount.decisions
-        self.chosen = rows[~np.isin(rows["seq"], recount.own_events["seq"])]
+        rows = recount.choices
         self._rewards = iter(rows["reward"][rows["controller"] == b"reward"].tolist())
 
     def run(self) -> None:
@@ -322,14 +321,14 @@ class _CommitAccount:
 
     def trials(self) -> Check:
         """Check the trials of each search, that rewards follow from the losses, and that the best rate is chosen."""
-        name, rows = "searches raise the rate by one and choose the best", self.chosen
+        name, rows = "searches raise the rate by one and choose the best", self.recount.choices
         if not self.recount.finished:
             rows = rows[self.recount.event_at(rows["seq"]) < len(self.recount.events) - 1]
         for i, row in enumerate(rows):
             if i >= len(self.due) or (wrong := self._wrong(row, self.due[i])):
                 wrong = wrong if i < len(self.due) else "no decision was due"
                 return Check(name, False, i, f"decision of seq {row['seq']}: {wrong}")
-        missing = len(self.due) - len(self.chosen)
+        missing = len(self.due) - len(self.recount.choices)
         if missing > 0 and self.recount.finished:
             return Check(name, False, len(rows), f"{missing} decisions are missing, the first: {self.due[-missing]}")
         return Check(name, True, len(rows))

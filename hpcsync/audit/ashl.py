@@ -232,9 +232,8 @@ def plans_follow_from_measurements(stages: Stages) -> Check:
 
 def _plans(stages: Stages) -> Iterator[Rows]:
     """Yield the rows of /decisions of each event."""
-    recount, rows = stages.recount, stages.recount.decisions
+    recount, rows = stages.recount, stages.recount.choices
     seqs = _event_seqs(recount)
-    rows = rows[~np.isin(rows["seq"], recount.own_events["seq"])]
     event = np.searchsorted(seqs, rows["seq"]) - 1
     edges = [0, *(np.flatnonzero(np.diff(event)) + 1).tolist(), len(rows)] if len(rows) else []
     for begin, end in pairwise(edges):

@@ -12,7 +12,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from heapq import merge
 from typing import Any
+
+import numpy as np
 
 from hpcsync.audit.check import Check
 from hpcsync.audit.server_recount import Recount
@@ -38,6 +41,7 @@ from hpcsync.trace.schema import EVALUATED, EVENTS, Change, Outcome
 
 Row = dict[str, Any]
 KINDS = ("grants", "decisions", "updates")
+SLICE_ROWS = 10_000  # in memory as dictionaries
 
 
 class _Differs(Exception):
@@ -88,18 +92,17 @@ class _Replay:
         self._finished, self._continues = recount.finished, recount.continues
         applied = recount.pushes["seq"][recount.pushes["outcome"] == Outcome.APPLIED]
         self._last_applied = int(applied.max(initial=0))
-        self._updates = [int(n) for n in recount.updates["n_contributions"]]
-        decisions = _rows(recount.decisions)
-        own = [row for row in decisions if _is_own(row)]
+        self._updates = recount.updates["n_contributions"].tolist()
+        own = list(_rows(recount.own_events))
         # The paradigm is given every evaluation until the run stops.
         judged = recount.evaluations[["version", "now_s"]].tolist()
         for row, (version, current_s) in zip(filter(_is_evaluated, own), judged, strict=False):
             row |= {"version": version, "current_s": current_s}
-        chosen = [row for row in decisions if not _is_own(row)]
-        self._events = sorted([*_rows(recount.pushes), *_rows(recount.membership), *own], key=_seq)
-        self._answers = _split(
-            sorted([*_rows(recount.grants), *chosen], key=_seq), [row["seq"] for row in self._events]
-        )
+        tables = recount.pushes, recount.membership, recount.own_events
+        seqs = np.sort(np.concatenate([table["seq"] for table in tables])).tolist()
+        self._n_events = len(seqs)
+        self._events = merge(_rows(recount.pushes), _rows(recount.membership), own, key=_seq)
+        self._answers = _split(merge(_rows(recount.grants), _rows(recount.choices), key=_seq), seqs)
         self._version = 0
         self._stopping = False
         self._progress = WorkerCounts(recount.n_workers)
@@ -114,7 +117,7 @@ class _Replay:
             raise _Differs(_kind(before[0]), f"{_describe(before[0])} answers no event")
         for index, (event, answer) in enumerate(zip(self._events, self._answers, strict=True)):
             # The trace of an unfinished run may end within its last answer.
-            cut = not self._finished and index == len(self._events) - 1
+            cut = not self._finished and index == self._n_events - 1
             self._count(event)
             self._stopping = self._stopping or self._was_stopped_silently(event, answer, cut)
             if self._stopping:
@@ -294,25 +297,26 @@ class _Replay:
                 raise _Differs("updates", f"the push of seq {push['seq']} is applied, the replay never applies it")
 
 
-def _rows(table: Any) -> list[Row]:
-    """Return the rows as dictionaries of Python numbers, which are much faster to read one by one."""
+def _rows(table: Any) -> Iterator[Row]:
+    """Yield the rows as dictionaries of Python numbers, which are much faster to read one by one."""
     names = table.dtype.names
-    rows = [dict(zip(names, row, strict=True)) for row in table.tolist()]
-    for row in rows:
-        if "controller" in row:
-            row["controller"] = row["controller"].decode()
-    return rows
+    for begin in range(0, len(table), SLICE_ROWS):
+        for values in table[begin : begin + SLICE_ROWS].tolist():
+            row = dict(zip(names, values, strict=True))
+            if "controller" in row:
+                row["controller"] = row["controller"].decode()
+            yield row
 
 
-def _split(rows: list[Row], seqs: list[int]) -> Iterator[list[Row]]:
+def _split(rows: Iterator[Row], seqs: list[int]) -> Iterator[list[Row]]:
     """Yield the rows before the first seq, then those between each seq and the next."""
-    begin = 0
-    for seq in [*seqs, None]:
-        end = begin
-        while end < len(rows) and (seq is None or rows[end]["seq"] < seq):
-            end += 1
-        yield rows[begin:end]
-        begin = end
+    row = next(rows, None)
+    for seq in [*seqs, math.inf]:
+        found = []
+        while row is not None and row["seq"] < seq:
+            found.append(row)
+            row = next(rows, None)
+        yield found
 
 
 def _seq(row: Row) -> int:

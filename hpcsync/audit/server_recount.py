@@ -87,9 +87,18 @@ class Recount:
         return events[np.argsort(events["seq"], kind="stable")]
 
     @cached_property
+    def _is_choice(self) -> Rows:
+        return ~np.isin(self.decisions["controller"], [name.encode() for name in EVENTS])
+
+    @cached_property
+    def choices(self) -> Rows:
+        """Rows of /decisions that are choices of controllers."""
+        return self.decisions[self._is_choice]
+
+    @cached_property
     def own_events(self) -> Rows:
         """Rows of /decisions that are events: times that a paradigm set, and evaluations that it uses."""
-        return self.decisions[np.isin(self.decisions["controller"], [name.encode() for name in EVENTS])]
+        return self.decisions[~self._is_choice]
 
     @cached_property
     def evaluated(self) -> Rows:

@@ -18,7 +18,7 @@ from hpcsync.trace.schema import Outcome, Rows
 
 PARTS = (*between.PARTS, "between")  # the last one is no column of the trace
 AUDITED_ROWS = 1_000_000  # of all runs of a report: half a minute
-AUDITED_ROWS_OF_A_RUN = 250_000  # 700 MB
+AUDITED_ROWS_OF_A_RUN = 250_000  # 500 MB
 EVALUATIONS = 500  # rows kept of a run, evenly spaced
 DECISIONS = 400  # rows kept of each controller, evenly spaced
 OF_WORKERS = ("batches", "local-steps", "ratio", "share")  # controllers whose choice holds until the worker's next one
