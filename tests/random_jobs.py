@@ -265,7 +265,7 @@ def on_ranks(job: Job, file: Path, folder: Path) -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
     def resume(comm: Any) -> Any:
-        return train(comm, job, run, agree(comm, lambda: layout.going_on(run, True)))
+        return train(comm, job, run, agree(comm, lambda: layout.resuming(run, True)))
 
     thread_ranks.run(job.cluster.ranks, resume, limit_s=LIMIT_S)
     command("audit", run)

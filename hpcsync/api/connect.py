@@ -237,14 +237,14 @@ def connect(
     servers = default_servers(options) if servers is None else servers
     before: Resumed | None = None
     if comm is None or comm.size == 1:
-        if layout.going_on(out, resume) is not None:
+        if layout.resuming(out, resume) is not None:
             raise JobError(f"resume: needs several ranks: a single process cannot resume the run in {out}")
         lock.release_all()  # it writes no run
         comm, n_workers = None, OPTIONS[paradigm].least_workers if paradigm in OPTIONS else 1
         options, batches = _for_single_process(options, batches)
     else:
         agree(comm, lambda: loggers.load(log, "log"))
-        before = agree(comm, lambda: layout.going_on(out, resume))
+        before = agree(comm, lambda: layout.resuming(out, resume))
         n_workers = comm.size - servers if before is None or before.job.needs_all else before.job.cluster.workers
     optimizers = tuple(map(unwrapped, given))
     model = models[0] if len(models) == 1 else torch.nn.ModuleList(models)

@@ -268,7 +268,7 @@ def _next_update_s(trace: Trace, version: Rows) -> Rows:
 
 
 def version_at_last_start(trace: Trace) -> int | None:
-    """Return the version with which a resumed run last went on; None if it never resumed."""
+    """Return the version with which a run last resumed; None if it never resumed."""
     starts = trace.tables["starts"]
     if len(starts) < 2:
         return None

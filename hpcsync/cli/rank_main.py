@@ -80,7 +80,7 @@ def main(
                     print(f"finished already: {out}")
                 return 0
             agree(comm, lambda: loggers.load(log))
-            before = agree(comm, lambda: layout.going_on(out, resume))
+            before = agree(comm, lambda: layout.resuming(out, resume))
             job = agree(comm, lambda: layout.job_of(path, overrides, ranks, before))
             if job.cluster.on_death == "restart" and not lock_token:
                 raise JobError(

@@ -133,7 +133,7 @@ def _run(
         if layout.finished_already(out, resume):
             print(f"finished already: {out}")
             return _Attempt(0)
-        before = layout.going_on(out, resume)
+        before = layout.resuming(out, resume)
         job = layout.job_of(path, overrides, ranks, before)
         n_ranks = ranks or job.cluster.ranks
         job.refuse_ranks(n_ranks, resumes=before is not None)

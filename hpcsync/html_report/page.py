@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from hpcsync.html_report import charts, curves, verdict
 from hpcsync.html_report.charts import Figure
-from hpcsync.html_report.run_data import RunData, runs_with
+from hpcsync.html_report.run_data import RunData, evenly, runs_with
 from hpcsync.html_report.svg import number
 from hpcsync.report import variants
 from hpcsync.report.citations import bibtex, references, software
@@ -141,7 +141,7 @@ def _comparison(result: Variants) -> Grid:
 
 
 def _thinned(table: charts.Table) -> Grid:
-    rows = charts.evenly(table.rows, ROWS)
+    rows = evenly(table.rows, ROWS)
     note = f"{len(rows):,} evenly spaced of {len(table.rows):,} rows." if len(rows) < len(table.rows) else ""
     return Grid(table.columns, rows, note)
 
@@ -341,7 +341,7 @@ def _events(groups: Sequence[Group]) -> Iterator[tuple[str, Grid]]:
             n_stalls,
         ),
     ):
-        kept = charts.evenly(rows, ROWS)
+        kept = evenly(rows, ROWS)
         note = f"{len(kept):,} of {n:,} rows." if len(kept) < n else ""
         if kept:
             yield name, Grid(columns, kept, note)

@@ -119,7 +119,7 @@ def finished_already(out: str | Path | None, resume: bool) -> bool:
         return (Path(out) / SUMMARY).exists()
 
 
-def going_on(out: str | Path | None, resume: bool) -> Resumed | None:
+def resuming(out: str | Path | None, resume: bool) -> Resumed | None:
     """Return the run that resumes in this folder; None for a new run, also if there is no checkpoint yet.
 
     The folder of a run that resumes is locked for this process.

@@ -43,7 +43,7 @@ def on_some(comm: MPI.Intracomm, job: Job, folder: Any, resume: bool = False) ->
 
 def resume_run(comm: MPI.Intracomm, job: Job, folder: Path) -> Session:
     """The run in this folder, from its newest checkpoint on."""
-    return train(comm, job, folder, agree(comm, lambda: layout.going_on(folder, True)))
+    return train(comm, job, folder, agree(comm, lambda: layout.resuming(folder, True)))
 
 
 def route(monkeypatch: pytest.MonkeyPatch, transport: Transport) -> None:

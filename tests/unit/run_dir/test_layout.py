@@ -107,7 +107,7 @@ def test_a_run_under_way_is_not_put_aside(tmp_path, monkeypatch):
 
 def test_a_folder_that_is_not_there_holds_no_run_to_resume(tmp_path):
     layout.put_aside("run")
-    assert layout.going_on("run", resume=True) is None and not (tmp_path / "run").exists()
+    assert layout.resuming("run", resume=True) is None and not (tmp_path / "run").exists()
     assert layout.missing_above(None) == [Path("runs")]
     (tmp_path / "a").mkdir()
     assert layout.missing_above("a/b/c/run") == [Path("a/b/c"), Path("a/b")]
@@ -117,10 +117,10 @@ def test_a_run_that_finishes_while_its_lock_is_awaited_does_not_resume(tmp_path,
     (tmp_path / "run").mkdir()
     monkeypatch.setattr(layout.lock, "hold", lambda folder: (folder / "summary.json").touch())
     with pytest.raises(JobError, match=r"^out run: must hold a run that has not finished; this one has$"):
-        layout.going_on("run", resume=True)
+        layout.resuming("run", resume=True)
     (tmp_path / "run" / "summary.json").unlink()
     monkeypatch.setattr(layout.lock, "hold", lambda folder: None)  # the control
-    assert layout.going_on("run", resume=True) is None
+    assert layout.resuming("run", resume=True) is None
 
 
 def test_of_two_runs_that_choose_the_same_folder_one_gets_it(tmp_path):
