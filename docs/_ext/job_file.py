@@ -118,8 +118,8 @@ KEYS = {
     "optimizer.name": "Lower-case name of the class.",
     "optimizer.lr": "Learning rate.",
     "optimizer.lr_clock": "Unit that a schedule counts. Asynchronous paradigms make one update per gradient, so a "
-    "schedule in "
-    "updates decays P times sooner than under BSP.",
+    "schedule in updates decays P times sooner than under BSP. Where the optimizer runs on the workers, a worker's "
+    "updates are its own steps, and its samples count P times.",
     "optimizer.async_lr_scale": 'With `"1/workers"` an update of n of P gradients is scaled by n/P, so that a pass '
     "over the data takes "
     "the same total step as under BSP. Must be 1.0 where the optimizer runs on the workers.",

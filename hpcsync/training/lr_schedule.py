@@ -49,7 +49,8 @@ def learning_rate(job: Job) -> LearningRate:
 def worker_rate(job: Job) -> Callable[[int, int], float]:
     """Return the learning rate of a worker's local steps as a function of its own samples and iterations.
 
-    The schedule assumes that all other workers are as far as this one, so that no step has to wait for their progress.
+    The schedule assumes that all other workers are as far as this one, so that no step has to wait for their progress:
+    its samples are those of all workers. Its updates are the worker's own steps.
     """
     lr, workers = learning_rate(job), job.cluster.workers
     if job.optimizer.schedule is None:
