@@ -73,7 +73,6 @@ def commits_come_when_granted(recount: Recount, paradigm: AdspOptions) -> Check:
             lambda i: f"grant of seq {grants['seq'][i]}: {grants['local_steps'][i]} local steps",
         ),
         (~np.isnan(grants["ratio"]), lambda i: f"grant of seq {grants['seq'][i]}: ratio {grants['ratio'][i]}"),
-        (pushes["local_steps"] < 1, lambda i: f"push of seq {pushes['seq'][i]} has no local step"),
         (
             (took_s < commit_s - recount.clock_error_s - SAME_TIME_S) & ~recount.may_be_cut,
             lambda i: f"push of seq {pushes['seq'][i]}: {took_s[i]} s after its grant, commit_s is {commit_s[i]}",

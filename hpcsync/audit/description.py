@@ -106,20 +106,20 @@ def check_absences(trace: Trace) -> Check:
     with a later format version.
     """
     job, unfilled = trace.job, list[tuple[str, str]]()
+    steps = "pushes" if job.has_servers else "exchanges"
     if job.has_servers:
         unfilled += [("exchanges", "worker"), ("evaluations", "consensus_distance")]
     if not job.one_model or job.paradigm.separates_layers:
         unfilled += [("exchanges", "mean_gradient_sq")]
     if not isinstance(job.workload, Script):
-        unfilled += [("rates", "worker"), ("pushes", "lr"), ("exchanges", "lr")]
+        unfilled += [("rates", "worker"), (steps, "lr")]
     parts = list[Part]()
     for table, column in unfilled:
         rows = trace.tables[table]
         parts.append((~np.isnan(rows[column]), describe_columns(f"/{table}", rows, column)))
     possible = list(Problem) if isinstance(job.workload, Script) else [Problem.NONE, Problem.LOSS_NOT_FINITE]
-    for table in ("pushes", "exchanges"):
-        rows = trace.tables[table]
-        parts.append((~np.isin(rows["problem"], possible), describe_columns(f"/{table}", rows, "problem")))
+    rows = trace.tables[steps]
+    parts.append((~np.isin(rows["problem"], possible), describe_columns(f"/{steps}", rows, "problem")))
     changes = trace.tables["membership"]
     dies = changes["change"] == Change.DIED
     absent = np.flatnonzero(_absent(trace)[:, job.cluster.servers :].any(axis=0))

@@ -548,6 +548,18 @@ def test_sizes(shared):
     assert failing(dataclasses.replace(equal, attributes=shared.attributes)) >= {ROWS}
 
 
+def test_agreed_sizes_add_up_to_the_total(shared):
+    """A worker is allocated one sample more, and computes it."""
+    decisions, rows = shared.tables["decisions"].copy(), shared.tables["exchanges"].copy()
+    row = rows_of(shared, 4)[0]
+    decisions["chosen"][row] += 1
+    own, then = rows["worker"] == decisions["worker"][row], (rows["iteration"] > 4) & (rows["iteration"] < 15)
+    rows["batch_size"][own & then] += 1
+    changed = with_rows(with_rows(shared, "decisions", decisions), "exchanges", rows)
+    details = {check.name: check.detail for check in audit(changed) if not check.passed}
+    assert details[SIZES].startswith("iteration 5 of 3 workers has 25 samples, not 24")
+
+
 @pytest.mark.parametrize(("column", "factor"), [("fixed_s", 9.0), ("sample_s", 1.5), ("gain", 1.001)])
 def test_sizes_follow_from_the_predicted_times(shared, column, factor):
     rows = shared.tables["decisions"]

@@ -28,7 +28,7 @@ def trained(folder, servers, compression, paradigm="asp"):
     job = make_job(
         workload={"name": "digits", "batch_size": 4},
         stop={"updates": 20},
-        paradigm={"name": paradigm, **REQUIRED.get(paradigm, {})},
+        paradigm=paradigm if isinstance(paradigm, dict) else {"name": paradigm, **REQUIRED.get(paradigm, {})},
         compression=compression,
         cluster={"servers": servers, "workers": 2, "compute": {"model": "constant", "seconds": [0.1, 0.13]}},
     )
@@ -48,6 +48,14 @@ def test_one_element_more_is_found(tmp_path, servers, compression):
         assert not passes(edit(trace, "pushes", row, wire_bytes=pushes["wire_bytes"][row] + 8))
     read = 4 * 13_706
     assert not passes(edit(trace, "pushes", 0, wire_bytes=read)), "a payload has at least its header"
+
+
+def test_a_cancelled_iteration_only_reads(tmp_path):
+    trace = trained(tmp_path, 1, CODECS[0], {"name": "k-batch-sync", "k": 1, "cancel": "abort"})
+    assert passes(trace)
+    (row, *_) = np.flatnonzero(trace.tables["pushes"]["share"] < 1)
+    for more in (8, -8):
+        assert not passes(edit(trace, "pushes", row, wire_bytes=4 * 13_706 + more))
 
 
 def test_a_trace_without_the_sizes_is_checked_as_far_as_it_can_be(tmp_path):

@@ -13,7 +13,7 @@ from hpcsync.trace.reader import load
 from tests.unit.audit.failing import failing_bounds
 from tests.unit.recorder import Recorder
 from tests.unit.simulator.running import simulate, timing_job
-from tests.unit.trace.recorder import as_trace, edit, job_of, play, remove
+from tests.unit.trace.recorder import as_trace, edit, job_of, play, remove, with_rows
 
 KEYS = {"name": "sync-switch", "share": 0.5}
 DUE, TOGETHER, RATES = (
@@ -98,6 +98,14 @@ def test_a_switch_that_is_early_or_late_shows(trace):
     assert failing_bounds(of(trace, job(share=0.2))) == {"it switches at 16 samples"}
     assert failing_bounds(of(trace, job(share=0.9))) == {"it switches at 72 samples"}
     assert DUE in failing_bounds(edit(trace, "decisions", switch_row(trace), seq=0))  # before the first round
+
+
+def test_a_second_switch_shows(trace):
+    rows = trace.tables["decisions"]
+    again = np.concatenate([rows, rows[switch_row(trace) :][:1]])
+    again["seq"][-1] = 1 + max(int(trace.tables[table]["seq"].max()) for table in ("pushes", "grants", "membership"))
+    (check,) = [check for check in bounds(with_rows(trace, "decisions", again)) if not check.passed]
+    assert (check.name, check.detail) == (DUE, "2 switches (1 of 1 fail)")
 
 
 def test_a_missing_switch_shows(tmp_path):

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hpcsync.audit.trace_audit import audit
 from hpcsync.simulator import pairs
 from hpcsync.trace.schema import Change
 from tests.unit.audit.failing import failing
@@ -175,6 +176,16 @@ def test_a_run_without_locks_is_caught(monkeypatch):
     assert failing(traced()) == set()
     monkeypatch.setattr(pairs._Shared, "lock", lambda self, then: True)
     assert failing(traced()) == {ATOMIC}
+
+
+def test_a_step_without_an_average_adds_one():
+    trace = traced({**AD_PSGD, "period": 3})
+    assert failing(trace) == set()
+    rows = trace.tables["exchanges"]
+    (row, *_) = np.flatnonzero((rows["worker"] == 0) & (rows["iteration"] == 5))
+    changed = edit(trace, "exchanges", row, weight=rows["weight"][row] + 0.5)
+    (check,) = [check for check in audit(changed) if not check.passed]
+    assert (check.name, check.detail.partition(":")[0]) == (ATOMIC, f"/exchanges row {row}")
 
 
 def test_an_average_of_one_side_only_is_caught(monkeypatch):
