@@ -85,11 +85,7 @@ class LocalSession(Session):
         if self._is_left_over(self._iterations, len(self._optimizers)):
             return None
         self._refuse_step()
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-            self.record(loss)
+        loss = None if closure is None else self._of_closure(closure)
         again = len(self._optimizers) > 1 or (self._iterations.drew_ahead and self._checks.computed)
         if not self._iterations.under_way and again:
             self._iterations.begin_again()

@@ -273,6 +273,15 @@ class Session(ABC):
         """
         return nullcontext()
 
+    def _of_closure(self, closure: Callable[[], Any]) -> Any:
+        """Return what a closure of `optimizer.step` returns, recorded as the loss unless it has recorded one itself."""
+        n_recorded = len(self._losses)
+        with torch.enable_grad():
+            loss = closure()
+        if loss is not None and len(self._losses) == n_recorded:
+            self.record(loss)
+        return loss
+
     def _take_losses(self, loss: torch.Tensor | float | None) -> list[float]:
         """Return the losses of the step under way, with this one."""
         if loss is not None:

@@ -261,9 +261,7 @@ class RankSession(Session):
             return None
         optimizer: Any = script.optimizers[index]
         if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-            self.record(loss)
+            loss = self._of_closure(closure)
         optimizer._opt_called = True  # what a scheduler looks for
         script.stepping = index
         script.skips = bool(getattr(optimizer, "found_inf", 0.0))  # set by a GradScaler

@@ -6,6 +6,7 @@ Synchronous paradigms must then give the same weights, whatever the script's opt
 from __future__ import annotations
 
 import copy
+import math
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -312,6 +313,46 @@ def test_a_script_has_the_weights_of_plain_pytorch(comm, needs, folder, paradigm
     found = trained(case, name, comm, folder, **settings)
     expected = plain(case, comm.size - servers if comm.size > 1 else 1)
     assert torch.allclose(found, expected, rtol=0, atol=1e-10)
+
+
+def as_lightning(model, optimizer, batches, sync, records):
+    """As Lightning's Trainer: it draws ahead, and a step's last pass is in a closure, which returns half a loss."""
+    losses, batches = [], iter(batches)
+    batch, step = next(batches, None), 0
+    while batch is not None:
+        following = next(batches, None)
+
+        def closure(batch=batch):
+            loss = loss_of(model, batch)
+            losses.append(loss.item())
+            if records:
+                sync.record(loss)
+            (loss / 2).backward()
+            return (loss / 2).detach() if records else None
+
+        if step % 2 == 0:
+            closure()
+        else:
+            optimizer.step(closure)
+            optimizer.zero_grad()
+        batch, step = following, step + 1
+    return losses
+
+
+@pytest.mark.parametrize("records", [True, False])
+def test_what_a_closure_records_or_does_not_return_is_not_recorded_otherwise(comm, needs, folder, records):
+    needs(2)
+    model = Net().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with hpcsync.connect(model, optimizer, out=folder / "run", comm=comm) as sync:
+        loader = sync.shard(data(BATCH * 4 * (comm.size - 1)), BATCH, accumulate=2)
+        losses = as_lightning(model, optimizer, loader, sync, records)
+    own = [losses for losses in comm.allgather(losses) if losses]
+    if comm.rank == 0:
+        rows = load(folder / "run" / "trace.h5").tables["pushes"]
+        for worker, mine in enumerate(own):
+            means = np.mean([mine[::2], mine[1::2]], axis=0) if records else [math.nan] * 2
+            np.testing.assert_allclose(rows["loss"][rows["worker"] == worker], means)
 
 
 class MovingAverage(nn.Module):
