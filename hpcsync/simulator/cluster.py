@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpcsync.config.cluster import ClusterEvent
+from hpcsync.config.cluster import ClusterEvent, Compute
 from hpcsync.config.errors import JobError, shown
 from hpcsync.config.job import Job
 from hpcsync.core.device_speed import Device, device, takes_no_time
@@ -75,12 +75,9 @@ def build(job: Job, workload: Workload, recorded: RecordedRun | None = None) -> 
             colocated = cluster.colocated and link.shared  # on one host no link is shared
             transfers = Networked(loop, network, roles, shard_bytes, colocated=colocated)
         return SimulatedCluster(loop, shard_bytes, devices, transfers)
-    if cluster.compute is None:
-        raise JobError(
-            "cluster.compute: missing; a simulation must have it (or --times-from): it defines how long iterations take"
-        )
+    compute = compute_of(job)
     devices = [device(job, worker) for worker in range(cluster.workers)]
-    idle = [takes_no_time(cluster.compute, worker, cluster.workers) for worker in range(cluster.workers)]
+    idle = [takes_no_time(compute, worker, cluster.workers) for worker in range(cluster.workers)]
     local = cluster.colocated and cluster.servers == 1  # then worker 0 has all servers on its node
     measured = job.paradigm.timed_steps or job.batches.policy != "equal"  # computations, not transfers
     if cluster.network is None or measured or (local and cluster.network.latency_us == 0.0):
@@ -89,6 +86,15 @@ def build(job: Job, workload: Workload, recorded: RecordedRun | None = None) -> 
         networked = Networked(loop, cluster.network, roles, shard_bytes, colocated=cluster.colocated)
         return SimulatedCluster(loop, shard_bytes, devices, networked)
     return SimulatedCluster(loop, shard_bytes, devices, Timed(loop, lambda worker, iteration: AT_ONCE))
+
+
+def compute_of(job: Job) -> Compute:
+    """Return the times of a job's iterations. Raises JobError if it does not define them."""
+    if job.cluster.compute is None:
+        raise JobError(
+            "cluster.compute: missing; a simulation must have it (or --times-from): it defines how long iterations take"
+        )
+    return job.cluster.compute
 
 
 def changes_of(job: Job, worker: int, recorded: Sequence[ClusterEvent]) -> list[ClusterEvent]:

@@ -10,12 +10,11 @@ from functools import cache
 from typing import Any
 
 from hpcsync.config.cluster import Network as NetworkTable
-from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
 from hpcsync.core.device_speed import Device, device, takes_no_time
 from hpcsync.core.peer_coordinator import ring_bytes
 from hpcsync.core.peer_machine import create_method
-from hpcsync.simulator.cluster import refuse_standstill
+from hpcsync.simulator.cluster import compute_of, refuse_standstill
 from hpcsync.simulator.collectives import ring_allgather_alone_s, ring_allreduce, ring_alone_s
 from hpcsync.simulator.event_loop import Loop
 from hpcsync.simulator.network import SharedLinks
@@ -183,15 +182,11 @@ def build(job: Job, workload: Workload) -> Workers:
     JobError
         If the job does not define how long iterations take, or if virtual time could never advance.
     """
-    loop, cluster = Loop(), job.cluster
-    if cluster.compute is None:
-        raise JobError(
-            "cluster.compute: missing; a simulation must have it (or --times-from): it defines how long iterations take"
-        )
+    loop, cluster, compute = Loop(), job.cluster, compute_of(job)
     alone, method = cluster.network is None or cluster.workers == 1, create_method(job)
     alone = alone or job.batches.policy != "equal"  # whose sizes follow from computations, not from transfers
     idle = [
-        (takes_no_time(cluster.compute, worker, cluster.workers) or not own_share(job, worker))
+        (takes_no_time(compute, worker, cluster.workers) or not own_share(job, worker))
         and (alone or method.shares(worker))  # it transfers nothing itself
         for worker in range(cluster.workers)
     ]

@@ -24,8 +24,7 @@ from hpcsync.config.job import Job, Script
 from hpcsync.core.stanza_resolution import divided, options
 from hpcsync.simulator.event_loop import Loop
 from hpcsync.simulator.peer_transfers import InOrder, Links, Then
-from hpcsync.simulator.replayed_times import Columns
-from hpcsync.trace.reader import TraceError, load
+from hpcsync.simulator.replayed_times import Columns, recorded_trace
 from hpcsync.trace.schema import Rows
 from hpcsync.workloads.registry import Workload
 
@@ -113,18 +112,13 @@ def read(job: Job, workload: Workload) -> tuple[list[Columns], tuple[ClusterEven
     JobError
         If the trace cannot be read, or is not of a run of this job's layers and workers.
     """
-    key = f"cluster.times_from = {shown(job.cluster.times_from)}"
-    assert job.cluster.times_from is not None and not isinstance(job.workload, Script)
-    try:
-        trace = load(job.cluster.times_from)
-        recorded = trace.job
-    except TraceError as error:
-        raise JobError(f"cluster.times_from: {error}") from None
+    assert not isinstance(job.workload, Script)
+    key, trace = recorded_trace(job)
     sizes = divided(job, workload).shape.attributes()
     steps = trace.tables["exchanges"]
     steps = steps[steps["batch_size"] > 0]
     batch_sizes = np.unique(steps["batch_size"][steps["worker"] >= job.groups.n_fc]).tolist()
-    its_options = asdict(recorded.paradigm)
+    its_options = asdict(trace.job.paradigm)
     for name, needed, found in (
         *((f"paradigm.{name}", value, its_options.get(name)) for name, value in asdict(job.paradigm).items()),
         ("cluster.workers", job.cluster.workers, trace.n_workers),
@@ -138,7 +132,7 @@ def read(job: Job, workload: Workload) -> tuple[list[Columns], tuple[ClusterEven
         raise JobError(f"{key}: must be of a run with an iteration of worker {n_iterations.argmin()}, it has none")
     if not 0.0 < options(job).shares[2] < 1.0:
         raise JobError(f"{key}: must come with paradigm.fc_share between 0 and 1")
-    return columns(job, steps), recorded.cluster.events
+    return columns(job, steps), trace.job.cluster.events
 
 
 class RecordedLinks(Links):

@@ -150,6 +150,17 @@ def link_of(attributes: Mapping[str, Any]) -> Link | None:
     return Link(times_s[0], times_s[1], "," in attributes["hosts"])
 
 
+def recorded_trace(job: Job) -> tuple[str, Trace]:
+    """Return ``cluster.times_from`` in words, and that trace. Raises JobError if it, or its job, cannot be read."""
+    assert job.cluster.times_from is not None
+    try:
+        trace = load(job.cluster.times_from)
+        _ = trace.job
+    except TraceError as error:
+        raise JobError(f"cluster.times_from: {error}") from None
+    return f"cluster.times_from = {shown(job.cluster.times_from)}", trace
+
+
 def read_columns(job: Job, wire_bytes: int) -> tuple[list[Columns], tuple[ClusterEvent, ...], Link | None]:
     """Read the durations of each worker's iterations from the trace ``cluster.times_from``.
 
@@ -168,13 +179,8 @@ def read_columns(job: Job, wire_bytes: int) -> tuple[list[Columns], tuple[Cluste
         If the trace cannot be read, if its cluster, model or batch size differ from the job's, or if pushes are
         compressed in either run: their duration under another compression is unknown.
     """
-    key = f"cluster.times_from = {shown(job.cluster.times_from)}"
-    assert job.cluster.times_from is not None and not isinstance(job.workload, Script)
-    try:
-        trace = load(job.cluster.times_from)
-        changes = trace.job.cluster.events
-    except TraceError as error:
-        raise JobError(f"cluster.times_from: {error}") from None
+    assert not isinstance(job.workload, Script)
+    key, trace = recorded_trace(job)
     for preposition, compression in (("with", job.compression), ("of a run with", trace.job.compression)):
         if not isinstance(compression, DenseOptions):
             raise JobError(f'{key}: must not be given {preposition} compression.name = "{compression.name}"')
@@ -208,7 +214,7 @@ def read_columns(job: Job, wire_bytes: int) -> tuple[list[Columns], tuple[Cluste
         if not len(columns.compute_s):
             raise JobError(f"{key}: must have an iteration of every worker; worker {worker} has none")
         workers.append(columns)
-    return workers, changes, link_of(trace.attributes)
+    return workers, trace.job.cluster.events, link_of(trace.attributes)
 
 
 def _batch_sizes(trace: Trace) -> set[int]:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hpcsync.config.errors import JobError
-from hpcsync.simulator import replayed_layers
+from hpcsync.simulator import replayed_layers, replayed_times
 from hpcsync.simulator.simulate import prepare
 from hpcsync.simulator.what_if import study
 from hpcsync.workloads.registry import build
@@ -88,14 +88,14 @@ def test_times_of_other_layers_are_refused(tmp_path, paradigm, workload, why):
 
 def test_a_trace_without_an_iteration_of_some_worker_is_refused(tmp_path, monkeypatch):
     job, _ = times_from(tmp_path, stanza())
-    whole = replayed_layers.load
+    whole = replayed_times.load
 
     def without(path):
         trace = whole(path)
         rows = trace.tables["exchanges"]
         return with_rows(trace, "exchanges", rows[rows["worker"] > 0])
 
-    monkeypatch.setattr(replayed_layers, "load", without)
+    monkeypatch.setattr(replayed_times, "load", without)
     with pytest.raises(JobError, match="a run with an iteration of worker 0, it has none"):
         updates_s(job)
 
