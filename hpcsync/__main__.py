@@ -1,6 +1,7 @@
 """`python -m hpcsync`, which is also what every rank of a run is started as."""
 
 import os
+import signal
 import sys
 
 try:
@@ -13,11 +14,12 @@ if sys.path and sys.path[0] in ("", here):
     sys.path.append(sys.path.pop(0))
 
 from hpcsync.system import garbage
-from hpcsync.system.signals import ending_at_once
+from hpcsync.system.signals import SAVING, ending_at_once
 
 
 def main() -> None:
-    """Run the command line. SIGINT ends it at once while it is loaded."""
+    """Run the command line. SIGINT ends it at once while it is loaded; there is nothing to save yet."""
+    signal.signal(SAVING, signal.SIG_IGN)
     with ending_at_once(), garbage.loading():
         from hpcsync.cli import app
     app.main()

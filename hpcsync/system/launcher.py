@@ -380,8 +380,9 @@ def launch(
     On SIGINT, SIGTERM and SIGHUP, and at the time limit, the launcher is asked to end its ranks; leftover processes are
     killed after `grace_s`. The first SIGTERM is only forwarded to rank 0 if that is on this node and listens
     (`signals.tell_listening`): it ends the run in order. If this process is killed itself, the kernel ends the
-    launcher, and a guard removes what is left a while later. SIGUSR1 is forwarded. Redundant notices of the launcher
-    are dropped (see `launch_output`).
+    launcher, and a guard removes what is left a while later. SIGUSR1 is forwarded
+    once all ranks have a handler, and dropped before. Redundant notices of the launcher are dropped (see
+    `launch_output`).
 
     A rank may launch ranks too, in its main thread: they are a world of their own on its node, and end with it.
     """
@@ -418,8 +419,9 @@ def launch(
         if process.stdout is not None and process.stderr is not None:
             written.forward(process.stdout, process.stderr)
         lost = _lost_at_start(mark, listening) if suspends else lambda: False
+        passed_on = _passing_on(process, mark, listening, on_node=on_this_node(environ))
         hung = _hung(process.pid, mark) if tolerant else lambda: False
-        timed_out = _wait(process, signums, timeout_s, _passing_on(process, mark, listening), lost, hung)
+        timed_out = _wait(process, signums, timeout_s, passed_on, lost, hung)
         stopped = process.returncode is None
         if stopped:
             _stop(process, STARTING_GRACE_S if suspends and not listening.exists() else grace_s)
@@ -461,14 +463,20 @@ def _terminal() -> dict[str, str]:
     return {TERMINAL: str(shutil.get_terminal_size().columns)} if sys.stdout.isatty() else {}
 
 
-def _passing_on(process: subprocess.Popen[bytes], mark: str, listening: Path) -> Callable[[int], bool]:
-    """Return a function that forwards a signal to the ranks, and returns True if nothing else is to be done."""
+def _passing_on(
+    process: subprocess.Popen[bytes], mark: str, listening: Path, *, on_node: bool
+) -> Callable[[int], bool]:
+    """Return a function that forwards a signal to the ranks, and returns True if nothing else is to be done.
+
+    `on_node` is whether all ranks are on this node, and can be looked at.
+    """
     suspended = False
 
     def pass_on(signum: int) -> bool:
         nonlocal suspended
         if signum == signal.SIGUSR1:
-            process.send_signal(signum)  # both MPI launchers forward it to all ranks
+            if not on_node or _all_catch(_ranks(mark), signum):  # else it would kill ranks that have nothing to save
+                process.send_signal(signum)  # both MPI launchers forward it to all ranks
             return True
         if signum != signal.SIGTERM or suspended or not (told := {listener.pid for listener in listeners(listening)}):
             return False
@@ -480,6 +488,11 @@ def _passing_on(process: subprocess.Popen[bytes], mark: str, listening: Path) ->
         return bool(pids)
 
     return pass_on
+
+
+def _all_catch(ranks: Mapping[int, int], signum: int) -> bool:
+    """Return True if each rank, given by process, has a process with a handler of this signal."""
+    return bool(ranks) and {*ranks.values()} == {rank for pid, rank in ranks.items() if _catches(pid, signum)}
 
 
 def _catches(pid: int, signum: int) -> bool:

@@ -29,7 +29,7 @@ def _no_launcher_around_us(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def mpiexec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Launcher that starts its ranks, forwards SIGTERM and ends with the largest status.
+    """Launcher that starts its ranks, forwards SIGTERM and SIGUSR1 and ends with the largest status.
 
     With "stubborn" in its environment it ignores SIGTERM.
     """
@@ -44,6 +44,7 @@ def mpiexec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             def end(*_):
                 for rank in ranks:
                     rank.terminate()
+            signal.signal(signal.SIGUSR1, lambda *_: [rank.send_signal(signal.SIGUSR1) for rank in ranks])
             signal.signal(signal.SIGTERM, signal.SIG_IGN if os.environ.get("stubborn") else end)
             for rank in range(int(n)):
                 ranks.append(subprocess.Popen(argv, env={**os.environ, "PMI_RANK": str(rank), "PMI_SIZE": n}))
@@ -376,6 +377,41 @@ def test_sigterm_goes_to_rank_0_alone_while_it_listens(
     assert told == (["15-1"] if over else ["15-0"] if listens else ["15-0", "15-1"])
     assert ("Ended(status=75, signum=15, timed_out=False, runs=" in out) != over
     assert (f"PosixPath('{tmp_path}/o')" in out) == listens
+
+
+STARTING = """
+import os, pathlib, signal, time
+rank = os.environ["PMI_RANK"]
+def wait_for(name):
+    while not os.path.exists(name):
+        time.sleep(0.01)
+pathlib.Path(f"up-{rank}").touch()
+wait_for("go")
+signal.signal(signal.SIGUSR1, lambda *_: pathlib.Path(f"heard-{rank}").touch())
+pathlib.Path(f"ready-{rank}").touch()
+wait_for(f"heard-{rank}")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="handlers of other processes are known on Linux only")
+def test_a_request_for_a_checkpoint_kills_no_rank_that_is_starting(mpiexec: Path, tmp_path: Path) -> None:
+    """It is dropped; a later one reaches all ranks."""
+    line = [sys.executable, "-c", FRONT, "python", "-c", STARTING]
+    environ = {**os.environ, "PYTHONPATH": str(Path(launcher.__file__).parents[2])}
+    front = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=environ, cwd=tmp_path)
+
+    def wait_for_all(names: str) -> None:
+        while len(list(tmp_path.glob(names))) < 2:
+            assert front.poll() is None
+            time.sleep(0.02)
+
+    wait_for_all("up-*")
+    front.send_signal(signal.SIGUSR1)
+    time.sleep(0.5)
+    (tmp_path / "go").touch()
+    wait_for_all("ready-*")
+    front.send_signal(signal.SIGUSR1)
+    assert "Ended(status=0, signum=None" in front.communicate(timeout=200)[0]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells the launcher on Linux only")
