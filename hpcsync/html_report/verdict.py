@@ -109,14 +109,11 @@ def _has_intervals(result: Variants) -> bool:
 
 
 def _quality(result: Variants, fastest: Row | None) -> str:
-    waits = sorted((row for row in result.rows if row.wait_share is not None), key=lambda row: row.wait_share or 0.0)
+    waits = sorted((row.wait_share, row.label) for row in result.rows if row.wait_share is not None)
     parts = []
     if len(waits) > 1:
-        low, high = waits[0], waits[-1]
-        parts.append(
-            f"Workers waited {_percent(low.wait_share)} of their time under {low.label} and "
-            f"{_percent(high.wait_share)} under {high.label}"
-        )
+        (low, least), (high, most) = waits[0], waits[-1]
+        parts.append(f"Workers waited {_percent(low)} of their time under {least} and {_percent(high)} under {most}")
     accurate = [row for row in result.rows if row.accuracy is not None]
     if accurate:
         best = max(accurate, key=lambda row: row.accuracy or 0.0)
@@ -202,7 +199,5 @@ def listed(words: Sequence[str]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
-def _percent(share: float | None) -> str:
-    if share is None:
-        return "an unknown share"
+def _percent(share: float) -> str:
     return f"{100 * share:.1f} %" if 0.0005 <= share < 0.1 else f"{100 * share:.0f} %"

@@ -141,6 +141,14 @@ def test_differences_that_seeds_explain_and_others() -> None:
     assert few[1] == "Its lead over b (by 1 s) may be chance, since an interval needs 3 common seeds."
 
 
+def test_the_best_accuracy_and_that_of_the_fastest() -> None:
+    last = sentences(bsp=[run(9.5, final_accuracy=0.9)], asp=[run(8.0, final_accuracy=0.8, wait_share=0.01)])[2]
+    assert last == (
+        "Workers waited 1.0 % of their time under asp and 25 % under bsp, and bsp ended with the best accuracy (0.9), "
+        "asp with 0.8."
+    )
+
+
 def test_a_loss_that_is_not_finite_is_in_the_verdict() -> None:
     lost = run(None, diverged_at=2)
     assert sentences(bsp=[lost])[3:] == ["No loss was finite at the end of 1 of 1 run of bsp."]
