@@ -76,18 +76,18 @@ def run(
                 print(f"hpcsync: died {in_vain} times without a new checkpoint: not restarted", file=sys.stderr)
                 break
             try:
-                with on_signals(interrupt):
+                with on_signals(interrupt):  # until the ranks are launched: a large checkpoint takes a while to verify
                     left = allocation.left(attempt.n_ranks)
+                    if left.n_ranks < attempt.n_ranks and not attempt.has_checkpoint:
+                        what = f"{left.n_ranks} of {attempt.n_ranks} ranks are left, and no checkpoint"
+                        print(f"hpcsync: {what}: not restarted", file=sys.stderr)
+                        break
+                    os.environ.update(left.variables)
+                    print(f"hpcsync: restarting {left.n_ranks} of {attempt.n_ranks} ranks", file=sys.stderr)
+                    attempt = _run(path, overrides, left.n_ranks, folder, True, oversubscribe=oversubscribe, log=log)
             except Interrupted as error:
                 print("hpcsync: interrupted", file=sys.stderr)
                 return TO_BE_RESUMED if isinstance(error, Terminated) else 1
-            if left.n_ranks < attempt.n_ranks and not attempt.has_checkpoint:
-                what = f"{left.n_ranks} of {attempt.n_ranks} ranks are left, and no checkpoint"
-                print(f"hpcsync: {what}: not restarted", file=sys.stderr)
-                break
-            os.environ.update(left.variables)
-            print(f"hpcsync: restarting {left.n_ranks} of {attempt.n_ranks} ranks", file=sys.stderr)
-            attempt = _run(path, overrides, left.n_ranks, folder, True, oversubscribe=oversubscribe, log=log)
         return attempt.status
 
 

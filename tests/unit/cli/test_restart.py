@@ -60,13 +60,21 @@ def test_fewer_ranks_without_a_checkpoint_would_begin_another_job(starts, capsys
     assert capsys.readouterr().err == "hpcsync: 3 of 4 ranks are left, and no checkpoint: not restarted\n"
 
 
+@pytest.mark.parametrize("step", ["looks for nodes", "prepares the start"])
 @pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 1), (signal.SIGTERM, 75)])
-def test_a_signal_between_two_starts_ends_it(tmp_path, monkeypatch, number, expected):
+def test_a_signal_between_two_starts_ends_it(tmp_path, monkeypatch, step, number, expected):
     monkeypatch.chdir(tmp_path)
     FOLDER.mkdir(parents=True)
     writer(FOLDER)[0].close("running")
-    monkeypatch.setattr(cli.allocation, "left", lambda n: signal.raise_signal(number))
-    monkeypatch.setattr(cli, "_run", lambda *_, **__: died(4))
+
+    def left(n):
+        return signal.raise_signal(number) if step == "looks for nodes" else Left(n, {})
+
+    def start(path, overrides, ranks, out, resume, **_):
+        return signal.raise_signal(number) if resume else died(4)
+
+    monkeypatch.setattr(cli.allocation, "left", left)
+    monkeypatch.setattr(cli, "_run", start)
     assert cli.run(Path("job.toml"), [], 4, None) == expected
     assert read(FOLDER).status == "failed"
 
