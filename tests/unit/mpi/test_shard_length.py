@@ -140,7 +140,7 @@ def test_one_object_has_the_batches_of_every_training_epoch(comm, only, folder, 
 @pytest.mark.parametrize("paradigm", ["bsp", "allreduce"])
 def test_one_object_has_what_is_left_when_the_run_resumes(comm, only, folder, paradigm):
     only(3)
-    how = {"epochs": 8, "checkpoint": {"updates": 2, "keep": 9}}  # the first one comes some updates later
+    how = {"epochs": 8, "checkpoint": {"updates": 2, "keep": 99}}  # the first one comes some updates later
     whole = drawn(comm, folder / "a", paradigm, "ended", **how)
     left = drawn(comm, killed(comm, folder / "a"), paradigm, "ended", resume=True, **how)
     assert (left[-2] == whole[-2] and 0 < sum(map(len, left)) < sum(map(len, whole))) or not any(whole)
