@@ -380,9 +380,8 @@ def launch(
     On SIGINT, SIGTERM and SIGHUP, and at the time limit, the launcher is asked to end its ranks; leftover processes are
     killed after `grace_s`. The first SIGTERM is only forwarded to rank 0 if that is on this node and listens
     (`signals.tell_listening`): it ends the run in order. If this process is killed itself, the kernel ends the
-    launcher, and a guard removes what is left a while later. SIGUSR1 is forwarded
-    once all ranks have a handler, and dropped before. Redundant notices of the launcher are dropped (see
-    `launch_output`).
+    launcher, and a guard removes what is left a while later. SIGUSR1 is forwarded once all ranks have a handler, and
+    dropped before. Redundant notices of the launcher are dropped (see `launch_output`).
 
     A rank may launch ranks too, in its main thread: they are a world of their own on its node, and end with it.
     """
