@@ -24,7 +24,6 @@ from hpcsync.system import launcher
 MARK = "HPCSYNC_TEST"
 LIMIT_S = 240.0  # on a busy machine
 GONE_S = 60.0  # likewise; what is gone at once on a free one takes 6 s where a core is five times slower
-SESSIONS = tempfile.TemporaryDirectory(prefix="mpiexec-")
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 
@@ -34,8 +33,7 @@ def hpcsync(*arguments: object) -> list[str]:
 
 def mpiexec(n: int, *arguments: object) -> list[str]:
     """n ranks of this Python, started without `hpcsync run`. It needs the environment that `launcher` makes."""
-    session = f"{launcher.SESSION_FOLDER}={tempfile.mkdtemp(dir=SESSIONS.name)}"
-    return ["env", session, *launcher.mpiexec(), "-n", str(n), sys.executable, *map(str, arguments)]
+    return [*launcher.mpiexec(), "-n", str(n), sys.executable, *map(str, arguments)]
 
 
 class Program:
@@ -44,10 +42,12 @@ class Program:
     def __init__(self, argv: list[str], cwd: Path | None, environ: Mapping[str, str]) -> None:
         self._mark = uuid.uuid4().hex
         self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()
+        self._session = tempfile.TemporaryDirectory(prefix="mpiexec-")  # as `launcher` gives each of its own
+        session = {launcher.SESSION_FOLDER: self._session.name} if argv[:1] == launcher.mpiexec()[:1] else {}
         self.process = subprocess.Popen(
             argv,
             cwd=cwd,
-            env={**environ, MARK: self._mark},
+            env={**environ, **session, MARK: self._mark},
             stdin=subprocess.DEVNULL,
             stdout=self._out,
             stderr=self._err,
