@@ -120,11 +120,14 @@ class StepChecks:
         return [id(p) for p in self._model.parameters()]
 
     def _differ_from(self, norms: Sequence[float]) -> bool:
-        """Return whether a trained parameter has another norm, by more than the rounding of a change to and fro."""
+        """Return whether a trained parameter has another norm, by more than the rounding of a change to and fro.
+
+        As sharpness-aware minimisation makes, which may move tiny weights far: by up to about 1.
+        """
         assert self._flat is not None
-        rounding = [torch.finfo(p.dtype).eps for p in self._flat.parameters]
-        now = self._norms()
-        return any(abs(a - b) > eps * b for a, b, eps in zip(now, norms, rounding, strict=True))
+        per_element = [torch.finfo(p.dtype).eps for p in self._flat.parameters]
+        rounding = [eps * (p.numel() + b) for p, b, eps in zip(self._flat.parameters, norms, per_element, strict=True)]
+        return any(abs(a - b) > limit for a, b, limit in zip(self._norms(), norms, rounding, strict=True))
 
     def _norms(self) -> list[float]:
         """Return the sum of the absolute values of each trained parameter."""

@@ -100,6 +100,25 @@ def test_weights_that_a_script_has_changed_since_they_were_read(at, dtype):
         assert checks.problem([1.0], flat.gradient) == (Problem.WEIGHTS_CHANGED if looked_at else Problem.NONE)
 
 
+@pytest.mark.parametrize("away", [1e-3, 0.05, 0.9])
+@pytest.mark.parametrize("value", [0.0, 1e-9, 1e-5, 0.1])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_weights_that_were_moved_away_and_back_count_as_unchanged(away, value, dtype):
+    """As by sharpness-aware minimisation, of weights that begin at 0, such as biases."""
+    model = nn.Sequential(nn.Linear(2, 20), nn.Linear(20, 5)).to(dtype)
+    flat = FlatModel(model, list(model.parameters()))
+    checks = StepChecks(model, [torch.optim.SGD(model.parameters(), lr=0.1)], flat)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        parameter.data.copy_(value * torch.randn(parameter.shape, generator=generator))
+    checks.weights_were_read()
+    for parameter in model.parameters():
+        change = (away * (2 * torch.rand(parameter.shape, generator=generator) - 1)).to(dtype)
+        parameter.data.add_(change).sub_(change)
+    backward(model)
+    assert checks.problem([1.0], flat.gradient) == Problem.NONE
+
+
 def test_a_thawed_parameter_alone_has_a_new_gradient():
     model, _, flat, checks = make()
     model[0].requires_grad_(True)
