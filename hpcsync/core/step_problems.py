@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ WRONG = {
     Problem.WEIGHTS_CHANGED: "the script has changed the values of parameters, such as by clamping or loading them: "
     "the servers' weights replace them",
 }
+LOOKED_AT = 16  # elements of a parameter, at least, by which changes by the script are noticed
 UNEVEN = 0.05  # part of the steps by which workers may differ without a word
 
 
@@ -49,7 +51,9 @@ class StepChecks:
         self._connected = self._parameters()
         self._in_groups = self._groups()
         self._n_checked = 0
-        self._read: list[float] = []  # norms of the parameters that were read for the next step, if it looks at them
+        self._n_read = 0
+        self._read: torch.Tensor | None = None  # some elements of the parameters, as servers have sent them
+        self._places = torch.empty(0)  # of these elements
         self._to_step: set[int] = set()  # optimizers that have not stepped since a gradient was computed
         trained = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
         require = [p.requires_grad for p in trained]
@@ -68,11 +72,41 @@ class StepChecks:
         return bool(self._to_step)
 
     def weights_were_read(self) -> None:
-        """Note the parameters that servers have sent, if the next step looks whether the script has changed them.
+        """Note some elements of each parameter, which servers have sent, in each step others.
 
-        It takes a pass over all of them, in steps 1, 2, 3, 5, 9, ...
+        On a GPU, which would have to be waited for, it is done in steps 1, 2, 3, 5, 9, ...
         """
-        self._read = self._norms() if is_rare(self._n_checked) else []
+        assert self._flat is not None
+        n, self._n_read, self._read = self._n_read, self._n_read + 1, None
+        if not self._flat.weights.is_cuda or is_rare(n):
+            begin, size, within = self._spread_out
+            self._places = (within + n) % size + begin
+            self._read = self._flat.weights[self._places]
+
+    def weights_changed(self) -> bool:
+        """Return whether the script has changed what servers have sent, by more than the rounding of a move and back.
+
+        As sharpness-aware minimisation makes, which may move tiny weights far: by up to about 1.
+        """
+        if self._read is None:
+            return False
+        assert self._flat is not None
+        self._flat.collect()
+        eps = max(torch.finfo(parameter.dtype).eps for parameter in self._flat.parameters)
+        change = (self._flat.weights[self._places] - self._read).abs()
+        return bool((change > eps * (1.0 + self._read.abs())).any())
+
+    @functools.cached_property
+    def _spread_out(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Places of elements of each parameter: where it begins, its size, and the place in it."""
+        assert self._flat is not None
+        places = [
+            (span.start, span.stop - span.start, within)
+            for span in self._flat.spans
+            for within in range(0, span.stop - span.start, max(1, (span.stop - span.start) // LOOKED_AT))
+        ]
+        begin, size, within = torch.tensor(places, device=self._flat.weights.device).T
+        return begin, size, within
 
     def problem(self, losses: Sequence[float], gradient: torch.Tensor, stepping: int = 0) -> Problem:
         """Return what is wrong with the step under way.
@@ -88,11 +122,11 @@ class StepChecks:
         """
         computed = stepping in self._to_step
         self._to_step.discard(stepping)
-        read, self._read = self._read, []
         if self.model_changed() or (not computed and self._parameters() != self._connected):
             return Problem.MODEL_CHANGED
-        if read and self._differ_from(read):
+        if self.weights_changed():
             return Problem.WEIGHTS_CHANGED
+        self._read = None
         if not computed:
             return Problem.NO_GRADIENT
         if losses:
@@ -118,25 +152,6 @@ class StepChecks:
 
     def _parameters(self) -> list[int]:
         return [id(p) for p in self._model.parameters()]
-
-    def _differ_from(self, norms: Sequence[float]) -> bool:
-        """Return whether a trained parameter has another norm, by more than the rounding of a change to and fro.
-
-        As sharpness-aware minimisation makes, which may move tiny weights far: by up to about 1.
-        """
-        assert self._flat is not None
-        per_element = [torch.finfo(p.dtype).eps for p in self._flat.parameters]
-        rounding = [eps * (p.numel() + b) for p, b, eps in zip(self._flat.parameters, norms, per_element, strict=True)]
-        return any(abs(a - b) > limit for a, b, limit in zip(self._norms(), norms, rounding, strict=True))
-
-    def _norms(self) -> list[float]:
-        """Return the sum of the absolute values of each trained parameter."""
-        assert self._flat is not None
-        types = [torch.promote_types(p.dtype, torch.float32) for p in self._flat.parameters]
-        parameters = zip(self._flat.parameters, types, strict=True)
-        norms = [torch.linalg.vector_norm(p.detach(), 1, dtype=dtype).double() for p, dtype in parameters]
-        found: list[float] = torch.stack(norms).tolist()  # one wait for a GPU, not one each
-        return found
 
     def _groups(self) -> list[int]:
         groups = chain.from_iterable(optimizer.param_groups for optimizer in self._optimizers)

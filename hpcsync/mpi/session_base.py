@@ -394,6 +394,9 @@ class RankSession(Session):
             try:
                 if self._checks is not None and self._checks.ended():
                     raise JobError(f"worker {self.worker}: {WRONG[Problem.MODEL_CHANGED]}")
+                if self._checks is not None and self.worker == 0 and self._checks.weights_changed():
+                    line = f"after the last step {WRONG[Problem.WEIGHTS_CHANGED]}; change them after the with block"
+                    print(f"hpcsync: {line}", file=sys.stderr, flush=True)
                 self._buffers.refuse_others()
                 self._part()
                 together = survivors(self._comm) if self._tolerant else self._comm

@@ -146,6 +146,8 @@ def change_weights(paradigm: dict[str, Any], out: Path, change: str, dtype: torc
                 model.load_state_dict({key: value + 1.0 for key, value in model.state_dict().items()})
             for step, inputs in enumerate(sync.shard(x, batch_size=4, epochs=None)):
                 if step == STEPS:
+                    if change == "clamped at the end":
+                        model.fc.weight.data.clamp_(-1e-3, 1e-3)
                     break
                 steps_away = [torch.full_like(p, 0.01) for p in model.parameters() if change == "perturbed"]
                 for p, away in zip(model.parameters(), steps_away, strict=False):
@@ -156,7 +158,7 @@ def change_weights(paradigm: dict[str, Any], out: Path, change: str, dtype: torc
                 for p, away in zip(model.parameters(), steps_away, strict=False):
                     p.data.sub_(away)
                 sync.step(loss)
-                if (change, step) in (("clamped", 0), ("clamped later", 3), ("swapped", 0)):
+                if (change, step) in (("clamped", 0), ("clamped later", 2), ("swapped", 0)):
                     before = copy.deepcopy(model.state_dict())
                     for parameter in model.fc.parameters():
                         parameter.data.clamp_(-1e-3, 1e-3)
@@ -173,14 +175,20 @@ def failed(trace: Path) -> set[str]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("name", ["bsp", "asp", "k-sync", "easgd", "allreduce"])
 @pytest.mark.parametrize(
-    ("change", "iteration"), [("loaded", 1), ("clamped", 2), ("clamped later", 5), ("swapped", 0), ("perturbed", 0)]
+    ("change", "iteration"),
+    [
+        *(("loaded", 1), ("clamped", 2), ("clamped later", 4), ("clamped at the end", 0)),
+        *(("swapped", 0), ("perturbed", 0)),
+    ],
 )
-def test_weights_that_servers_replace_must_not_be_changed(tmp_path, name, change, iteration, dtype):
+def test_weights_that_servers_replace_must_not_be_changed(tmp_path, name, change, iteration, dtype, capsys):
     lost = iteration > 0 and name not in ("easgd", "allreduce")  # whose workers have weights of their own
     words = f"worker ., iteration {iteration}, version .*: {re.escape(WRONG[Problem.WEIGHTS_CHANGED])}$"
     with pytest.raises(JobError, match=words) if lost else nullcontext():
         change_weights({"name": name, "k": 1} if name == "k-sync" else {"name": name}, tmp_path / "run", change, dtype)
     assert load(tmp_path / "run" / "trace.h5").status == ("failed" if lost else "finished")
+    said = capsys.readouterr().err.count(f"hpcsync: after the last step {WRONG[Problem.WEIGHTS_CHANGED]}")
+    assert said == (change == "clamped at the end" and name not in ("easgd", "allreduce"))
 
 
 @pytest.mark.parametrize("changes", [False, True])
