@@ -430,13 +430,17 @@ def world() -> MPI.Intracomm | None:
     Raises
     ------
     LaunchError
-        If N ranks were started but each one is an MPI world of its own.
+        If MPI cannot be loaded, or N ranks were started but each one is an MPI world of its own.
     """
     if not launcher.under_launcher():
         return None
     if "mpi4py.MPI" not in sys.modules:  # MPI reads its settings once
         os.environ.update({**launcher.settings_of_rank(os.environ), **os.environ})
-    from mpi4py import MPI
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        why = str(error).partition("\n")[0]
+        raise launcher.LaunchError(f"mpi4py: {why}; hpcsync doctor says what to install or to load") from None
 
     library = MPI.Get_library_version()
     launcher.refuse_singletons(MPI.COMM_WORLD.size, library)

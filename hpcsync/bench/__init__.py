@@ -120,6 +120,8 @@ def main(
         read.
     """
     chosen = parse(targets, device)
+    if any(TARGETS[name].ranks for name in chosen):
+        launcher.refuse_without_mpi()
     earlier = None if compared is None else read(compared)
     if device == "cuda" and (why := gpu_selection.found().why):
         raise JobError(f"--device cuda: {why}")

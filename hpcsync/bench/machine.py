@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 from collections import Counter
@@ -17,8 +18,9 @@ def machine(device: str = "cpu") -> str:
 
 def versions(device: str = "cpu") -> str:
     """Return the versions of Python and packages in one line, with "cuda" also those related to CUDA."""
-    packages = ", ".join(f"{name} {metadata.version(name)}" for name in ("numpy", "torch", "mpi4py", "h5py"))
-    return f"Python {platform.python_version()}, {packages}" + (_cuda() if device == "cuda" else "")
+    packages = ["numpy", "torch", *(["mpi4py"] if importlib.util.find_spec("mpi4py") else []), "h5py"]
+    named = ", ".join(f"{name} {metadata.version(name)}" for name in packages)
+    return f"Python {platform.python_version()}, {named}" + (_cuda() if device == "cuda" else "")
 
 
 def _gpus() -> str:

@@ -107,6 +107,8 @@ def _grid(path: Path, asked: Asked) -> tuple[int, Found]:
 
     if launcher.under_launcher():
         raise launcher.LaunchError("compare: must be started as one process, without an MPI launcher")
+    if not asked.simulate:
+        launcher.refuse_without_mpi()
     varied = grid.combinations("--vary", asked.vary, 'paradigm=["bsp", "asp"]')
     if not varied:
         raise JobError('compare: --vary is missing; must be KEY=[VALUE, ...], such as paradigm=["bsp", "asp"]')

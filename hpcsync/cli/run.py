@@ -223,6 +223,7 @@ def _check(path: Path, job: Job, overrides: Sequence[str], *, puts_aside: bool) 
     to be put aside.
     """
     jobs.refuse_simulated(job)
+    launcher.refuse_without_mpi()
     _print_remarks(path, overrides)
     _name_user_code(path, job)
     _refuse_without_gpu(job.cluster.device, job.cluster.window)

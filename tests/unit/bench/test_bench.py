@@ -15,7 +15,7 @@ from hpcsync.bench.figures import Figure
 from hpcsync.config.errors import JobError
 from hpcsync.mpi.transport.window_trials import WindowTrial
 from hpcsync.system.gpu_selection import Found
-from hpcsync.system.launcher import Ended
+from hpcsync.system.launcher import Ended, LaunchError
 from hpcsync.system.namespaces import Unavailable
 
 
@@ -171,6 +171,16 @@ def test_on_the_cpu_tensors_move_in_host_windows_and_nothing_is_tried(launched, 
     monkeypatch.setattr(bench, "windows", None)
     assert bench.main(["transfers", "allreduce"]) == 0
     assert launched == [(2, "transfers", "cpu", "host"), (4, "allreduce")]
+
+
+def test_without_mpi_no_target_with_ranks_is_measured(launched, monkeypatch):
+    def refuse():
+        raise LaunchError("mpi4py: not installed")
+
+    monkeypatch.setattr(bench.launcher, "refuse_without_mpi", refuse)
+    with pytest.raises(LaunchError, match="^mpi4py: not installed$"):
+        bench.main(["decisions", "transfers"])
+    assert launched == []
 
 
 def test_without_a_gpu_nothing_is_measured(launched, monkeypatch, tmp_path):

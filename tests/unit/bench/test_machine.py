@@ -18,6 +18,11 @@ def test_versions_of_relevant_packages_are_named():
     assert re.fullmatch(r"Python 3\S+, numpy \S+, torch \S+, mpi4py \S+, h5py \S+", versions())
 
 
+def test_versions_without_mpi4py(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert re.fullmatch(r"Python 3\S+, numpy \S+, torch \S+, h5py \S+", versions())
+
+
 @pytest.fixture
 def cupy(monkeypatch):
     """Provide a stub of CuPy with three GPUs."""

