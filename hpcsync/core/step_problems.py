@@ -52,8 +52,7 @@ class StepChecks:
         self._in_groups = self._groups()
         self._n_checked = 0
         self._n_read = 0
-        self._read: torch.Tensor | None = None  # some elements of the parameters, as servers have sent them
-        self._places = torch.empty(0)  # of these elements
+        self._read: tuple[torch.Tensor, torch.Tensor] | None = None  # places in `weights`, and what servers have sent
         self._to_step: set[int] = set()  # optimizers that have not stepped since a gradient was computed
         trained = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
         require = [p.requires_grad for p in trained]
@@ -80,8 +79,8 @@ class StepChecks:
         n, self._n_read, self._read = self._n_read, self._n_read + 1, None
         if not self._flat.weights.is_cuda or is_rare(n):
             begin, size, within = self._spread_out
-            self._places = (within + n) % size + begin
-            self._read = self._flat.weights[self._places]
+            places = (within + n) % size + begin
+            self._read = places, self._flat.weights[places]
 
     def weights_changed(self) -> bool:
         """Return whether the script has changed what servers have sent, by more than the rounding of a move and back.
@@ -91,19 +90,25 @@ class StepChecks:
         if self._read is None:
             return False
         assert self._flat is not None
-        self._flat.collect()
-        eps = max(torch.finfo(parameter.dtype).eps for parameter in self._flat.parameters)
-        change = (self._flat.weights[self._places] - self._read).abs()
-        return bool((change > eps * (1.0 + self._read.abs())).any())
+        self._flat.collect()  # parameters of another type than the vector are copies
+        places, read = self._read
+        change = (self._flat.weights[places] - read).abs()
+        return bool((change > self._rounding * (1.0 + read.abs())).any())
+
+    @functools.cached_property
+    def _rounding(self) -> float:
+        """Relative rounding error of the narrowest parameters."""
+        assert self._flat is not None
+        return max(torch.finfo(parameter.dtype).eps for parameter in self._flat.parameters)
 
     @functools.cached_property
     def _spread_out(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Places of elements of each parameter: where it begins, its size, and the place in it."""
+        """Places of some elements: where the parameter begins in `weights`, its size, and the place within it."""
         assert self._flat is not None
         places = [
-            (span.start, span.stop - span.start, within)
-            for span in self._flat.spans
-            for within in range(0, span.stop - span.start, max(1, (span.stop - span.start) // LOOKED_AT))
+            (span.start, parameter.numel(), within)
+            for span, parameter in zip(self._flat.spans, self._flat.parameters, strict=True)
+            for within in range(0, parameter.numel(), max(1, parameter.numel() // LOOKED_AT))
         ]
         begin, size, within = torch.tensor(places, device=self._flat.weights.device).T
         return begin, size, within
