@@ -21,7 +21,8 @@ NOT_FINITE = {
     Problem.GRADIENT_NOT_FINITE: "the gradient is not finite",
 }
 WRONG = {
-    Problem.NO_GRADIENT: "step without a gradient: no backward pass has computed one since the last step",
+    Problem.NO_GRADIENT: "step without a gradient: no backward pass has computed one since the last step; those "
+    "that are computed otherwise must pass through torch.autograd.backward(parameters, gradients)",
     Problem.MODEL_CHANGED: "the model or the optimizer has changed since connect: parameters were moved, cast, "
     "replaced or added",
     Problem.WEIGHTS_CHANGED: "the script has changed the values of parameters, such as by clamping or loading them: "

@@ -152,6 +152,21 @@ def checkpointed(model, optimizer, batches, sync):
         optimizer.step()
 
 
+def with_gradients_of_its_own(model, optimizer, batches, sync):
+    """Gradients come from torch.func, without a backward pass through the model's parameters."""
+    names, parameters = zip(*model.named_parameters(), strict=True)
+
+    def loss_with(weights, batch):
+        return nn.functional.mse_loss(torch.func.functional_call(model, weights, batch[0]), batch[1])
+
+    for batch in batches:
+        optimizer.zero_grad()
+        weights = {name: p.detach() for name, p in zip(names, parameters, strict=True) if p.requires_grad}
+        gradients = torch.func.grad(loss_with)(weights, batch)
+        torch.autograd.backward([p for p in parameters if p.requires_grad], list(gradients.values()))
+        optimizer.step()
+
+
 def differentiating_between(model, optimizer, batches, sync):
     """One worker alone computes gradients after each step, as in an evaluation with attacked inputs."""
     for x, y in batches:
@@ -258,6 +273,7 @@ CASES: dict[str, tuple[Callable, Callable, int]] = {  # script, optimizer, batch
     "loaded state": (with_closure, loaded, 1),
     "own class": (thawing, own, 1),
     "activation checkpointing": (checkpointed, sgd, 1),
+    "gradients of its own": (with_gradients_of_its_own, nesterov, 1),
     "gradients between steps": (differentiating_between, sgd, 1),
     "scaling later": (scaling_later, sgd, 1),
     "gradients with a graph": (with_graph, sgd, 1),
