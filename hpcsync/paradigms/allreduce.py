@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from hpcsync.paradigms.options import ParadigmOptions, Positive, all_wait, default, every
+from hpcsync.paradigms.options import ParadigmOptions, Positive, default, every
 from hpcsync.paradigms.papers import Reference, journal
 from hpcsync.paradigms.peer_method import SummedGradients
 
@@ -38,7 +38,6 @@ class AllReduceOptions(ParadigmOptions):
     place = 120
     waiting = "all workers wait for the slowest, in every iteration"
     update = "the mean of all gradients, summed without a server"
-    bound = all_wait(1)
     label = "all-reduce"
 
     def method(self, n_workers: int, seed: int) -> SummedGradients:

@@ -11,7 +11,7 @@ from typing import Literal
 
 from hpcsync.paradigms.base import Paradigm
 from hpcsync.paradigms.events import Action, Apply, PushInfo
-from hpcsync.paradigms.options import ParadigmOptions, all_wait
+from hpcsync.paradigms.options import ParadigmOptions
 from hpcsync.paradigms.papers import Reference, journal
 
 
@@ -100,7 +100,6 @@ class BspOptions(ParadigmOptions):
     waiting = "all workers wait for the slowest, in every iteration"
     update = "the mean of all gradients"
     source = "Valiant, 1990"
-    bound = all_wait(1)
 
     def describe(self, n_workers: int) -> str:
         """Return the paradigm in a sentence."""

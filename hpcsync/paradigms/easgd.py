@@ -25,7 +25,6 @@ from hpcsync.paradigms.options import (
     OptionError,
     ParadigmOptions,
     Part,
-    all_wait,
     default,
     every,
 )
@@ -170,13 +169,6 @@ class EasgdOptions(ParadigmOptions):
         """Guarantees that the audit verifies."""
         both = ("moves", "slowest-runs")
         return (*both, "no-staleness", "complete-rounds") if self.synchronous else (*both, "nobody-waits")
-
-    @property
-    def bound(self) -> str:
-        """Description of the synchronisation, for messages."""
-        if self.synchronous:
-            return all_wait(self.period)
-        return super().bound
 
     @property
     def label(self) -> str:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from hpcsync.paradigms.options import Allowed, Count, OptionError, ParadigmOptions, Share, all_wait, computed, every
+from hpcsync.paradigms.options import Allowed, Count, OptionError, ParadigmOptions, Share, computed, every
 from hpcsync.paradigms.papers import ICML, Reference, arxiv, meeting
 from hpcsync.paradigms.peer_method import Actions, ExchangeResult, LocalUpdate, PeerMethod, PeerState
 from hpcsync.planning.checks import must_be_one_of
@@ -448,13 +448,6 @@ class GossipOptions(ParadigmOptions):
     def papers(self) -> tuple[Reference, ...]:
         """Papers behind the paradigm."""
         return (ASSRAN, JIN) if self.mode == "push-sum" else (JIN,)
-
-    @property
-    def bound(self) -> str:
-        """Description of the synchronisation, for messages."""
-        if self.synchronous:
-            return all_wait(self.period)
-        return super().bound
 
     @property
     def label(self) -> str:

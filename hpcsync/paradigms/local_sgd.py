@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Lt
 
-from hpcsync.paradigms.options import Allowed, Count, ParadigmOptions, Positive, all_wait, every
+from hpcsync.paradigms.options import Allowed, Count, ParadigmOptions, Positive, every
 from hpcsync.paradigms.papers import ICLR, Reference, arxiv, meeting
 from hpcsync.paradigms.peer_method import Actions, ExchangeResult, PeerMethod, PeerState
 from hpcsync.paradigms.records import ALL_PEERS
@@ -118,11 +118,6 @@ class LocalSgdOptions(ParadigmOptions):
     @property
     def _is_mean(self) -> bool:
         return (self.outer_lr, self.outer_momentum) == MEAN
-
-    @property
-    def bound(self) -> str:
-        """Description of the synchronisation, for messages."""
-        return all_wait(self.steps)
 
     @property
     def label(self) -> str:

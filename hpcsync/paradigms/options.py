@@ -390,7 +390,12 @@ class ParadigmOptions:
     @property
     def bound(self) -> str:
         """Description of the synchronisation, for messages."""
-        return "no worker waits for another"
+        if self.lead_bound == math.inf:
+            return "no worker waits for another"
+        if self.lead_bound > 0:
+            return f"a worker more than {self.lead_bound:g} iterations ahead of the slowest waits for it"
+        n = self.exchange_every
+        return f"all workers wait for each other {'in every iteration' if n == 1 else f'every {n} iterations'}"
 
     @property
     def label(self) -> str:
@@ -439,8 +444,3 @@ class ParadigmOptions:
 def every(n: int) -> str:
     """Return the name of the row that says what `n` iterations move."""
     return "an iteration moves" if n == 1 else f"every {n} iterations move"
-
-
-def all_wait(n: int) -> str:
-    """Return the bound of a paradigm whose workers wait for each other every `n` iterations."""
-    return f"all workers wait for each other {'in every iteration' if n == 1 else f'every {n} iterations'}"

@@ -153,11 +153,6 @@ class SspOptions(ParadigmOptions):
         return self.staleness
 
     @property
-    def bound(self) -> str:
-        """Description of the synchronisation, for messages."""
-        return f"a worker more than {self.staleness} iterations ahead of the slowest waits for it"
-
-    @property
     def label(self) -> str:
         """Name with the main options, for figures."""
         return f"SSP, s = {self.staleness:g}" + ", merged" * self.merge

@@ -15,7 +15,6 @@ from hpcsync.paradigms.options import (
     ParadigmOptions,
     Part,
     Positive,
-    all_wait,
     default,
 )
 from hpcsync.paradigms.papers import Reference, arxiv
@@ -81,7 +80,6 @@ class StanzaOptions(ParadigmOptions):
     waiting = "all workers, in every iteration"
     update = "the mean of all gradients; fully-connected weights stay on a few workers"
     source = "Wu et al., 2018"
-    bound = all_wait(1)
 
     @property
     def shares(self) -> tuple[float, float, float]:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcsync.paradigms import Accumulate, Apply, Grant, Joined, Left, PushInfo, create
-from hpcsync.paradigms.ssp import SSP
+from hpcsync.paradigms.ssp import SSP, SspOptions
 from hpcsync.paradigms.worker_counts import Gate
 from tests.unit.paradigms.schedule import PROPERTY, Schedule, fixed, run, schedules
 
@@ -260,3 +260,15 @@ def test_check_sees_a_queue_that_lost_a_blocked_worker():
 def test_a_bound_that_is_none_is_refused(staleness):
     with pytest.raises(ValueError, match="staleness must be an integer >= 0 or inf"):
         create("ssp", 2, staleness=staleness)
+
+
+@pytest.mark.parametrize(
+    ("staleness", "words"),
+    [
+        (math.inf, "no worker waits for another"),
+        (3, "a worker more than 3 iterations ahead of the slowest waits for it"),
+        (0, "all workers wait for each other in every iteration"),
+    ],
+)
+def test_the_bound_in_words(staleness, words):
+    assert SspOptions(staleness=staleness).bound == words
