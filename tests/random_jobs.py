@@ -3,9 +3,11 @@
     python -m tests.random_jobs --jobs 100 --seed 1
 
 A job begins as a small one. Random keys get random values, and a value that is refused, which must happen with a
-`JobError`, is left out again. The job is simulated twice, which must give the same trace and the same weights. It is
-then trained on ranks that are threads, and once more from its first checkpoint. Every trace must pass its audit,
-that of a simulation also `--recompute`, and the commands that read runs must read it.
+`JobError`, is left out again. The job is simulated twice, which must give the same trace and the same weights, and once
+with the times of the first simulation. It is then trained on ranks that are threads, once more from its first
+checkpoint, and where that is allowed from there with a worker less and with all of them again. What is deterministic
+has the same weights on ranks, after a resume and in virtual time. Every trace must pass its audit, that of a simulation
+also `--recompute`, and the commands that read runs must read it.
 What fails is listed, with the job file that shows it in the folder `--keep`.
 """
 
@@ -39,12 +41,14 @@ from hpcsync.mpi.transport import thread_ranks
 from hpcsync.run_dir import layout
 from hpcsync.simulator.simulate import prepare
 from hpcsync.system import garbage
-from tests.compare_checkouts import arrays_of, difference
+from hpcsync.trace.reader import load as load_trace
+from tests.compare_checkouts import WEIGHTS, arrays_of, difference
 
 Table = dict[str, Any]
 
 LIMIT_S = 60.0  # of a run on ranks
 CHANGES = 14  # most keys that are changed
+EVENTFUL = 0.3  # share of the changes of [cluster] that add an event
 BASE = {
     "name": "random",
     "stop": {"updates": 12, "seconds": 8},
@@ -55,6 +59,7 @@ BASE = {
 WORKLOADS: list[Table] = [
     {"name": "linear", "batch_size": 4, "features": 5, "samples": 60},
     {"name": "linear", "batch_size": 3, "features": 7, "samples": 50},
+    {"name": "linear", "batch_size": 4, "features": 3, "samples": 5},  # less than a batch for each worker
     {"name": "timing", "batch_size": 4, "parameters": 1000, "classifier": 400, "activations": 30},
     {"name": "images", "batch_size": 4, "samples": 50, "size": 8, "width": 1, "hidden": 3},
 ]
@@ -72,10 +77,11 @@ WITHOUT = {  # files, GPUs, what only grows, and what `BASE` and the lists above
     *("name", "workload", "paradigm.name", "optimizer.name", "optimizer.lr", "optimizer.groups", "predicted"),
     *("cluster.workers", "cluster.device", "cluster.window", "cluster.placement"),
     *("cluster.times_from", "cluster.workers_min", "compression.bucket", "checkpoint.keep", "checkpoint.seconds"),
-    *("stop.on_nan", "stop.seconds"),
+    "stop.on_nan",
 }
 # Tables of which keys are changed; `paradigm` and `cluster`, with most keys, three times as often.
 SECTIONS = ("optimizer", "stop", "evaluation", "batches", "compression", *("paradigm", "cluster") * 3)
+IN_STEP = ("bsp", "allreduce", "local-sgd", "stanza")
 READING = (["explain"], ["cite"], ["figure", "timeline"])  # a run
 
 
@@ -133,6 +139,9 @@ class Jobs:
         key = dice.choice(keys)
         value = self._value(schema["properties"][key], f"{section}.{key}", workers)
         required = {name: self._value(schema["properties"][name], name, workers) for name in schema.get("required", ())}
+        if section == "cluster" and dice.random() < EVENTFUL:
+            key, value = "events", [self._value({"$ref": "#/$defs/ClusterEvent"}, "cluster.events", workers)]
+            value += table[section].get(key, [])
         if key == "servers":
             value = dice.choice((1, 2)) if job.has_servers else 0
         return {**table, section: {**required, **table.get(section, {}), key: value}}
@@ -231,7 +240,7 @@ def command(*arguments: str | Path) -> None:
 
 
 def simulated(job: Job, file: Path, folder: Path) -> None:
-    """Simulate a job twice, audit and simulate again what the trace says, and read it with the commands."""
+    """Simulate a job twice and with its own times, audit what the trace says, and read it with the commands."""
     command("show", file)
     one, two = folder / "one", folder / "two"
     for run in (one, two):
@@ -239,6 +248,11 @@ def simulated(job: Job, file: Path, folder: Path) -> None:
     if different := difference(arrays_of(one), arrays_of(two)):
         raise Wrong(f"simulated twice: {different}")
     command("audit", one, "--recompute")
+    with contextlib.suppress(Refused):
+        command("simulate", file, "--times-from", one, "--out", folder / "again")
+        command("audit", folder / "again")
+        if wrong := unlike(one, folder / "again"):
+            raise Wrong(f"with its own times: {wrong}")
     for arguments in READING:
         with contextlib.suppress(Refused):  # not every figure is of every paradigm
             command(*arguments, one, *(["--out", folder / "figure"] if arguments[0] == "figure" else []))
@@ -255,21 +269,66 @@ def on_ranks(job: Job, file: Path, folder: Path) -> None:
         refuse_simulated(job)
     except JobError:
         return
-    run = folder / "ranks"
-    thread_ranks.run(job.cluster.ranks, lambda comm: train(comm, job, run), limit_s=LIMIT_S)
+    run, began, ranks = folder / "ranks", folder / "began", job.cluster.ranks
+    thread_ranks.run(ranks, lambda comm: train(comm, job, run), limit_s=LIMIT_S)
     command("audit", run)
+    command("simulate", file, "--out", folder / "virtual")
+    if wrong := unlike(folder / "virtual", run):
+        raise Wrong(f"simulated and on ranks: {wrong}")
     checkpoints = sorted(run.glob("checkpoints/[0-9]*"), key=lambda path: int(path.name))
-    if len(checkpoints) < 2:
+    if not checkpoints:
         return
-    for path in [*checkpoints[1:], run / layout.SUMMARY, run / layout.WEIGHTS]:
-        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    shutil.copytree(run, began)
+    _interrupt(began, checkpoints[0].name)
+    fewer = folder / "fewer"
+    shutil.copytree(began, fewer)
+    _resumed(job, began, ranks)
+    if wrong := unlike(run, began):
+        raise Wrong(f"resumed: {wrong}")
+    command("explain", began)
+    with contextlib.suppress(JobError):
+        job.refuse_ranks(ranks - 1, resumes=True)
+        _resumed(job, fewer, ranks - 1)
+        if job.has_servers:
+            _interrupt(fewer, checkpoints[0].name)
+            _resumed(job, fewer, ranks)
 
+
+def _interrupt(run: Path, checkpoint: str) -> None:
+    """Leave of a run what an interruption after this checkpoint leaves."""
+    for path in run.glob("checkpoints/[0-9]*"):
+        if path.name != checkpoint:
+            shutil.rmtree(path)
+    for name in (layout.SUMMARY, layout.WEIGHTS):
+        (run / name).unlink(missing_ok=True)
+
+
+def _resumed(job: Job, run: Path, n_ranks: int) -> None:
     def resume(comm: Any) -> Any:
         return train(comm, job, run, agree(comm, lambda: layout.resuming(run, True)))
 
-    thread_ranks.run(job.cluster.ranks, resume, limit_s=LIMIT_S)
+    thread_ranks.run(n_ranks, resume, limit_s=LIMIT_S)
     command("audit", run)
-    command("explain", run)
+
+
+def unlike(one: Path, other: Path) -> str | None:
+    """Return how the weights of two runs of a job differ that must not; None if they do not, or may."""
+    traces = [load_trace(run) for run in (one, other)]
+    if not all(is_exact(trace.job) for trace in traces):
+        return None
+    lengths = [[len(trace.tables[table]) for table in ("pushes", "exchanges", "updates")] for trace in traces]
+    if lengths[0] != lengths[1]:  # the time limit came after another iteration
+        return None
+    weights = [{name: x for name, x in arrays_of(run).items() if name.startswith(WEIGHTS)} for run in (one, other)]
+    return difference(*weights)
+
+
+def is_exact(job: Job) -> bool:
+    """Return True if the weights of a run do not depend on how long its iterations take."""
+    of_times = job.batches.policy != "equal" or job.stop.target is not None or job.paradigm.open_keys
+    gone = any(event.change in ("leave", "join") and event.at_s is not None for event in job.cluster.events)
+    in_step = job.paradigm.name in IN_STEP or getattr(job.paradigm, "synchronous", False)
+    return in_step and not of_times and not gone
 
 
 def examine(text: str, engines: Sequence[Callable[[Job, Path, Path], None]]) -> str | None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from hpcsync.paradigms.asp import ASP
 from hpcsync.system import garbage
+from tests import random_jobs
 from tests.random_jobs import Jobs, examine, on_ranks, simulated
 from tests.unit.paradigms.broken import GrantsTwice
 
@@ -41,3 +44,14 @@ def test_a_paradigm_that_grants_twice_is_found(monkeypatch: pytest.MonkeyPatch, 
     assert examine(ASYNCHRONOUS, [engine]) is None
     monkeypatch.setattr(ASP, "_pushed", GrantsTwice._pushed)
     assert f"{engine.__name__}:" in str(examine(ASYNCHRONOUS, [engine]))
+
+
+def test_weights_on_ranks_that_are_not_those_of_the_simulation_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    train = random_jobs.train
+
+    def faster(comm: Any, job: Any, *rest: Any) -> Any:
+        return train(comm, job.model_copy(update={"optimizer": job.optimizer.model_copy(update={"lr": 0.03})}), *rest)
+
+    monkeypatch.setattr(random_jobs, "train", faster)
+    assert "simulated and on ranks: weights: " in str(examine(ASYNCHRONOUS.replace("asp", "bsp"), [on_ranks]))
+    assert examine(ASYNCHRONOUS, [on_ranks]) is None  # they may differ
