@@ -33,7 +33,7 @@ _HOMES = {
 }
 __all__ = ["Workload", "__version__", "connect", "device", "load_trace", "record"]
 
-if "torch" in sys.modules and import_module("hpcsync.system.launcher").under_launcher():
+if "torch" in sys.modules and import_module("hpcsync.system.rank_environment").under_launcher():
     import_module("hpcsync.training.deferred_dynamo").defer()
 
 

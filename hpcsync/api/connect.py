@@ -28,7 +28,7 @@ from hpcsync.run_dir import layout, lock
 from hpcsync.run_dir.checkpoint import Checkpoints, Resumed
 from hpcsync.run_dir.progress_line import say
 from hpcsync.state import StateError
-from hpcsync.system import garbage, gpu_selection, launcher, loader_processes
+from hpcsync.system import garbage, gpu_selection, launcher, loader_processes, rank_environment
 from hpcsync.system.atomic_files import NotWritten
 from hpcsync.system.launch_output import let_rank_0_report, print_at_once, wait_until_read
 from hpcsync.system.process_cleanup import unlink_attached
@@ -63,7 +63,7 @@ def device() -> torch.device:
     """
     _print_user_errors_in_one_line()
     found = gpu_selection.found()
-    if launcher.expected_rank() == 0:
+    if rank_environment.expected_rank() == 0:
         print(found.unused, end="", flush=True)
     return gpu_selection.claim(gpu_selection.choose("auto", "auto", found))
 
@@ -228,7 +228,7 @@ def connect(
             'on_death = "restart": must be "end" or "continue" in a script, whose ranks another program starts'
         )
     models, given = _listed(model, torch.nn.Module, "model"), _listed(optimizer, torch.optim.Optimizer, "optimizer")
-    if comm is None and launcher.under_launcher():
+    if comm is None and rank_environment.under_launcher():
         loader_processes.start(tensor for each in models for tensor in chain(each.parameters(), each.buffers()))
     comm = comm or world()
     options = {"name": paradigm, **options}
@@ -432,7 +432,7 @@ def world() -> MPI.Intracomm | None:
     LaunchError
         If MPI cannot be loaded, or N ranks were started but each one is an MPI world of its own.
     """
-    if not launcher.under_launcher():
+    if not rank_environment.under_launcher():
         return None
     if "mpi4py.MPI" not in sys.modules:  # MPI reads its settings once
         os.environ.update({**launcher.settings_of_rank(os.environ), **os.environ})
@@ -474,7 +474,7 @@ def end_refused(error: Exception) -> NoReturn:
     Most errors occur on all ranks: rank 0 prints them at once and ends the others, which wait for it. An error that
     rank 0 does not report within `launch_output.SAME_ERROR_S` is that of another rank.
     """
-    mpi, rank = sys.modules.get("mpi4py.MPI"), launcher.expected_rank()
+    mpi, rank = sys.modules.get("mpi4py.MPI"), rank_environment.expected_rank()
     comm = mpi.COMM_WORLD if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() else None
     if comm is None or comm.size == 1:
         if rank == 0:

@@ -38,7 +38,7 @@ from hpcsync.config.job import Job
 from hpcsync.core.peer_coordinator import PeerCoordinator, ring_bytes
 from hpcsync.paradigms.records import ALL_PEERS, StepInfo
 from hpcsync.run_dir import layout, lock
-from hpcsync.system import launcher
+from hpcsync.system import rank_environment
 from hpcsync.trace.provenance import provenance
 from hpcsync.trace.writer import TraceWriter
 
@@ -140,7 +140,8 @@ class Recorder:
         _job(self._name, self._optimizer, math.nan, 1)  # at the end an error would cost the trained model
         if self._out is not None:
             layout.refuse_taken(Path(self._out))
-        if (dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", launcher.expected_rank()))) == 0:
+        rank = int(os.environ.get("RANK", rank_environment.expected_rank()))
+        if (dist.get_rank() if dist.is_initialized() else rank) == 0:
             layout.refuse_unwritable(self._out)
         self._handles.append(register_module_forward_pre_hook(self._find))
         self._handles.append(register_optimizer_step_pre_hook(self._note_rate))
@@ -346,7 +347,7 @@ def write(job: Job, measured: Sequence[Measured], out: str | Path | None) -> Pat
     attributes = provenance(job, engine=ENGINE, mpi_library=None, hosts=[each.host for each in measured])
     attributes |= _link(measured, comm_s)
     with TraceWriter(folder / layout.TRACE, attributes) as trace:
-        trace.append("starts", (0, 0.0, 0, attributes["created"], launcher.batch_job()))
+        trace.append("starts", (0, 0.0, 0, attributes["created"], rank_environment.batch_job()))
         for worker, each in enumerate(measured):  # a sum arrives within the time of its transfer
             trace.append("clocks", (0, worker, each.host, 0.0, float(np.median(comm_s))))
         coordinator = PeerCoordinator(job, trace)

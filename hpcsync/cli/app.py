@@ -19,7 +19,8 @@ from hpcsync.config.errors import JobError, below
 from hpcsync.system import garbage, standard_output
 from hpcsync.system.atomic_files import NotWritten
 from hpcsync.system.launch_output import wait_until_read
-from hpcsync.system.launcher import LaunchError, expected_rank, under_launcher
+from hpcsync.system.launcher import LaunchError
+from hpcsync.system.rank_environment import expected_rank, under_launcher
 from hpcsync.system.signals import ending_at_once, left_to_rank_0
 from hpcsync.version import __version__
 

@@ -103,9 +103,9 @@ def summaries(runs: Mapping[int, finished_runs.Read]) -> dict[int, Summary]:
 
 
 def _grid(path: Path, asked: Asked) -> tuple[int, Found]:
-    from hpcsync.system import launcher
+    from hpcsync.system import launcher, rank_environment
 
-    if launcher.under_launcher():
+    if rank_environment.under_launcher():
         raise launcher.LaunchError("compare: must be started as one process, without an MPI launcher")
     if not asked.simulate:
         launcher.refuse_without_mpi()

@@ -20,7 +20,7 @@ from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
 from hpcsync.config.user_code import import_beside, user_code
 from hpcsync.run_dir import lock
-from hpcsync.system import allocation, garbage, gpu_selection, launcher
+from hpcsync.system import allocation, garbage, gpu_selection, launcher, rank_environment
 from hpcsync.system.atomic_files import is_folder
 from hpcsync.system.interpreter import python
 from hpcsync.system.process_cleanup import Will
@@ -267,7 +267,7 @@ def simulate(
     JobError or LaunchError
         Before any file is written.
     """
-    if launcher.under_launcher():
+    if rank_environment.under_launcher():
         raise launcher.LaunchError("simulate: must be started as one process, without an MPI launcher")
     if times_from is not None:
         overrides = [*overrides, f"cluster.times_from={json.dumps(str(times_from.absolute()), ensure_ascii=False)}"]

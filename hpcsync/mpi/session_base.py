@@ -32,7 +32,7 @@ from hpcsync.mpi.transport.window_selection import WindowSelection
 from hpcsync.paradigms.records import Problem
 from hpcsync.run_dir.checkpoint import Checkpoints
 from hpcsync.state import StateError, restore_arrays
-from hpcsync.system import launch_output, launcher
+from hpcsync.system import launch_output, rank_environment
 from hpcsync.system.atomic_files import NotWritten
 from hpcsync.system.signals import TO_BE_RESUMED, Terminated, left_to_rank_0, told_to_end
 from hpcsync.training import rng_state
@@ -54,7 +54,7 @@ def end_all(comm: MPI.Intracomm, error: BaseException) -> None:
         if isinstance(error, RankFailed) and comm.rank > 0:
             os._exit(status)  # the others already know, and one rank must return the status to the launcher
         os.kill(os.getpid(), signal.SIGKILL)
-    if status == TO_BE_RESUMED and launcher.under_pmi2_of_slurm():
+    if status == TO_BE_RESUMED and rank_environment.under_pmi2_of_slurm():
         os._exit(status)  # an abort would kill this rank too and lose its status
     launch_output.wait_until_read()
     comm.Abort(status)

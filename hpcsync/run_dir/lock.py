@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hpcsync.config.errors import JobError
-from hpcsync.system import launcher
+from hpcsync.system import rank_environment
 
 NAME = "run.lock"
 BEAT_S = 5.0
@@ -95,7 +95,7 @@ def this_process(environ: Mapping[str, str] = os.environ) -> Owner:
         processes=_link(Path("/proc/self/ns/pid")),
         pid=pid,
         started=start_of(pid),
-        job=launcher.batch_job(environ),
+        job=rank_environment.batch_job(environ),
         restarts=environ.get("SLURM_RESTART_COUNT", "0"),
     )
 

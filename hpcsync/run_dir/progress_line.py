@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from hpcsync.config.job import Stop
 from hpcsync.report.wording import hours
-from hpcsync.system.launcher import TERMINAL, under_launcher
+from hpcsync.system.rank_environment import TERMINAL, under_launcher
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

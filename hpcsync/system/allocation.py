@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from hpcsync.system import launcher
+from hpcsync.system import rank_environment
 
 QUERY_S = 60.0
 PROBE = "srun --immediate=10 --overlap --mpi=none --nodes=1 --ntasks=1 --nodelist"
@@ -59,7 +59,7 @@ def left(
         Return the nodes that a job has now, and those of them that answer; by default as Slurm's commands say.
     """
     n_before = int(environ.get("SLURM_JOB_NUM_NODES", "1"))
-    job = launcher.batch_job(environ)  # of an array the task: SLURM_JOB_ID may name all of them
+    job = rank_environment.batch_job(environ)  # of an array the task: SLURM_JOB_ID may name all of them
     if not job or n_before == 1:
         return Left(n_ranks, {})
     nodes = _settled(job, nodes_of or _nodes_of, answering or _answering)

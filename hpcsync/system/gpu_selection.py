@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpcsync.config.errors import JobError, shown
-from hpcsync.system import launcher
+from hpcsync.system import rank_environment
 
 if TYPE_CHECKING:
     import torch
@@ -129,7 +129,7 @@ def index(environ: Mapping[str, str] = os.environ, devices: int | None = None) -
         import torch
 
         devices = torch.cuda.device_count()
-    return launcher.local_rank(environ) % devices
+    return rank_environment.local_rank(environ) % devices
 
 
 def claim(device: str) -> torch.device:

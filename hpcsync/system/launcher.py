@@ -30,11 +30,21 @@ from hpcsync.system.interpreter import python
 from hpcsync.system.launch_output import Output
 from hpcsync.system.parent_death import end_with_parent
 from hpcsync.system.process_cleanup import MARK, NO_WILL, Will
+from hpcsync.system.rank_environment import (
+    OF_RANKS,
+    SESSION_FOLDER,
+    SESSION_FOLDERS,
+    TERMINAL,
+    VIEWED,
+    expected_rank,
+    expected_size,
+    in_step,
+    under_launcher,
+    under_pmi2_of_slurm,
+)
 from hpcsync.system.signals import LISTENING, TO_BE_RESUMED, listeners
 
 TIMED_OUT = 124  # as timeout(1)
-VIEWED = "HPCSYNC_VIEWED"  # environment variable of ranks whose status is shown by the process that started them
-TERMINAL = "HPCSYNC_TERMINAL"  # environment variable of the ranks: columns of the terminal that shows their output
 NOTED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 # Variables that the user has set are kept. The values come from measurements, not from the libraries' defaults.
@@ -86,27 +96,6 @@ IN_STEP = {"SLURM_OVERLAP": "1"}
 # which takes a rank that computes for a second for dead.
 TOLERANT = ("--with-ft", "ulfm", "-x", "EVENT_NOEPOLL=1")
 
-# Open MPI's mpirun keeps files in a folder named after its process id, below this one. It cannot start if the folder
-# exists, left by a killed mpirun with the same id. So each launch has a base folder of its own, unless the user has set
-# one of the two variables; mpirun refuses both together.
-SESSION_FOLDER, SESSION_FOLDERS = "PRTE_MCA_prte_local_tmpdir_base", "PRTE_MCA_prte_tmpdir_base"
-
-# Prefixes of the variables that a launcher or a batch system sets for its ranks. With them, an mpiexec started by a
-# rank would believe to be a part of that job, or look for hosts there.
-OF_RANKS = (
-    # Open MPI with PMIx and PRRTE; of its MCA variables those that it sets itself: version 5, then 4.
-    *("OMPI_", "PMIX_", "PRTE_", "OPAL_USER_PARAMS_GIVEN"),
-    *("OMPI_MCA_PREFIXES", "OMPI_MCA_cpu_type", "OMPI_MCA_initial_wdir", "OMPI_MCA_num_procs"),
-    *("OMPI_MCA_orte_", "OMPI_MCA_ess", "OMPI_MCA_pmix", "OMPI_MCA_shmem_RUNTIME_QUERY_hint"),
-    # MPICH's hydra and launchers derived from it.
-    *("PMI_", "HYDI_", "MPI_LOCAL", "GFORTRAN_UNBUFFERED_PRECONNECTED", "MPISPAWN_", "MV2_COMM_WORLD_"),
-    # Batch systems.
-    *("SLURM", "SRUN_", "PBS_", "LSB_", "PE_HOSTFILE", "PALS_", "FLUX_"),
-    # Hosts that the user named.
-    *("HYDRA_HOST_FILE", "PRTE_MCA_prte_default_hostfile"),
-    # Variables of this launch.
-    *(SESSION_FOLDER, LISTENING, VIEWED, TERMINAL),
-)
 OF_USERS = ("OMPI_MCA_", "OMPI_ALLOW_", "PMIX_MCA_", "PRTE_MCA_", "PRTE_ALLOW_")  # unless a longer prefix above fits
 
 # Value of srun's --mpi with which the ranks are one world, by the first of these in the library's version text.
@@ -232,7 +221,7 @@ def environment(given: Mapping[str, str] | None = None) -> dict[str, str]:
     if given is None:
         given = outside(os.environ) if under_launcher() else _without_pmi2_of_slurm(os.environ)
     settings = {**SETTINGS, **(ONE_NODE if on_one_node(given) else _between_nodes(given))}
-    return {**settings, **(IN_STEP if _in_step(given) else {}), **_home(), **given}
+    return {**settings, **(IN_STEP if in_step(given) else {}), **_home(), **given}
 
 
 def _home() -> dict[str, str]:
@@ -626,73 +615,7 @@ def _noted_signals() -> Iterator[list[int]]:
             signal.signal(signum, handler)
 
 
-# ---- is this process a rank? ----
-
-
-def expected_size(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Return the number of ranks that the launcher of this process has started; None without a launcher."""
-    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
-        if name in environ:
-            return int(environ[name])
-    return int(environ.get("SLURM_STEP_NUM_TASKS", "1")) if _in_step(environ) else None
-
-
-def _in_step(environ: Mapping[str, str]) -> bool:
-    """Return True if srun has started this process, or the shell above it.
-
-    A batch script and the interactive shell of salloc are steps too, with the largest 32-bit numbers, which Slurm 26.05
-    writes with a sign.
-    """
-    return 0 <= int(environ.get("SLURM_STEP_ID", -1)) < 2**32 - 16
-
-
-def expected_rank(environ: Mapping[str, str] = os.environ) -> int:
-    """Return this process's rank by its launcher's environment; 0 without a launcher."""
-    names = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
-    return next((int(environ[name]) for name in names if name in environ), 0)
-
-
-def local_rank(environ: Mapping[str, str] = os.environ) -> int:
-    """Return this process's rank within its node by its launcher's environment; 0 without a launcher."""
-    names = (
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "MPI_LOCALRANKID",  # MPICH's hydra and Intel's
-        "MV2_COMM_WORLD_LOCAL_RANK",
-        "PALS_LOCAL_RANKID",
-        "FLUX_TASK_LOCAL_ID",
-        "SLURM_LOCALID",  # last: a batch script has it too, and the launchers that it starts inherit it
-    )
-    return next((int(environ[name]) for name in names if name in environ), 0)
-
-
-def is_viewed() -> bool:
-    """Return True if the process that has started this rank shows the status of the run."""
-    return VIEWED in os.environ
-
-
-def under_launcher(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return True if this process is a rank of a job. A shell in a Slurm step of one task is not."""
-    size = expected_size(environ)
-    if size is None:
-        return "PMIX_RANK" in environ and "SLURM_STEP_ID" not in environ  # else of the shell that submitted the job
-    return size > 1 or "OMPI_COMM_WORLD_SIZE" in environ or ("PMI_SIZE" in environ and not under_pmi2_of_slurm(environ))
-
-
-def under_pmi2_of_slurm(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return True if srun --mpi=pmi2 has started this process, and no launcher of MPICH that srun has started."""
-    if "MPI_LOCALRANKID" in environ:
-        return False
-    return environ.get("PMI_JOBID") == f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"
-
-
-def batch_job(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the id of the batch job of this process, as the batch system's commands take it; "" outside of a job."""
-    if "SLURM_ARRAY_TASK_ID" in environ:
-        return f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
-    if environ.get("LSB_JOBINDEX", "0") != "0":
-        return f"{environ['LSB_JOBID']}[{environ['LSB_JOBINDEX']}]"
-    names = ("SLURM_JOB_ID", "SLURM_JOBID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID")  # PBS: 12[3] in an array
-    return next((environ[name] for name in names if name in environ), "")
+# ---- on a rank ----
 
 
 def refuse_singletons(world_size: int, library: str = "") -> None:

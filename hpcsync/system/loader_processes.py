@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from hpcsync.config.errors import JobError
-from hpcsync.system.launcher import OF_RANKS
 from hpcsync.system.parent_death import end_with
+from hpcsync.system.rank_environment import OF_RANKS
 from hpcsync.system.signals import LISTENING
 
 GUARD = 'put the training under `if __name__ == "__main__":`'

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from hpcsync.system import launcher
+from hpcsync.system import launcher, rank_environment
 
 MARK = "HPCSYNC_TEST"
 LIMIT_S = 240.0  # on a busy machine
@@ -43,7 +43,7 @@ class Program:
         self._mark = uuid.uuid4().hex
         self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()
         self._session = tempfile.TemporaryDirectory(prefix="mpiexec-")  # as `launcher` gives each of its own
-        session = {launcher.SESSION_FOLDER: self._session.name} if argv[:1] == launcher.mpiexec()[:1] else {}
+        session = {rank_environment.SESSION_FOLDER: self._session.name} if argv[:1] == launcher.mpiexec()[:1] else {}
         self.process = subprocess.Popen(
             argv,
             cwd=cwd,

@@ -36,7 +36,7 @@ WITHOUT_SERVER = ("allreduce", "gossip")
 WORKLOAD = """
 import os
 import torch
-from hpcsync.system.launcher import expected_rank
+from hpcsync.system.rank_environment import expected_rank
 from hpcsync.workloads.registry import Workload
 
 def loss(model, x):

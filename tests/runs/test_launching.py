@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hpcsync.system import launcher
+from hpcsync.system import launcher, rank_environment
 from tests.runs.processes import RANK_VARIABLES, ended, started
 
 # A rank that is up says so at once: MPICH mixes what comes in pieces.
@@ -22,7 +22,7 @@ def test_ranks_are_one_world_with_our_settings(capfd: pytest.CaptureFixture[str]
     """More ranks than cores, each with the size that its launcher told it, and with threads for the evaluation."""
     n = 2 * (os.cpu_count() or 1) + 1
     code = (
-        "import os; from mpi4py import MPI; from hpcsync.system import launcher as l; w = MPI.COMM_WORLD\n"
+        "import os; from mpi4py import MPI; from hpcsync.system import rank_environment as l; w = MPI.COMM_WORLD\n"
         "facts = (w.rank == l.expected_rank(), w.size, l.expected_size(), l.under_launcher(), "
         "os.environ['OMP_NUM_THREADS'], MPI.Query_thread() == MPI.THREAD_MULTIPLE)\n"
         "os.write(1, ' '.join(map(str, ('rank', *facts, chr(10)))).encode())"  # at once: MPICH mixes lines otherwise
@@ -44,7 +44,7 @@ def test_what_killed_launchers_have_left_is_in_nobody_s_way(tmp_path: Path, monk
     before = set(tmp_path.iterdir())
     assert launcher.launch(1, ["true"], timeout_s=60).status == 0
     assert set(tmp_path.iterdir()) == before
-    monkeypatch.setenv(launcher.SESSION_FOLDER, str(tmp_path))
+    monkeypatch.setenv(rank_environment.SESSION_FOLDER, str(tmp_path))
     needs_its_own = b"Open MPI" in subprocess.check_output([*launcher.mpiexec(), "--version"])
     assert (launcher.launch(1, ["true"], timeout_s=60).status != 0) == needs_its_own, "the control"
 

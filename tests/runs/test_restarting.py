@@ -33,7 +33,7 @@ BREAKING = """
 import os
 import signal
 import torch
-from hpcsync.system.launcher import expected_rank
+from hpcsync.system.rank_environment import expected_rank
 from hpcsync.workloads.registry import Workload
 
 def loss(model, x):

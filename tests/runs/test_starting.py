@@ -27,7 +27,7 @@ cluster = {workers = 1}
 WORKLOAD = """
 import os, time
 import torch
-from hpcsync.system.launcher import under_launcher
+from hpcsync.system.rank_environment import under_launcher
 from hpcsync.workloads.registry import Workload
 
 def make():

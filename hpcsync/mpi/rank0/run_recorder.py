@@ -32,7 +32,7 @@ from hpcsync.run_dir import layout, lock, unfinished
 from hpcsync.run_dir.progress_line import Progress, console, say
 from hpcsync.run_dir.scalar_log import ScalarLog
 from hpcsync.run_dir.status_file import StatusWriter
-from hpcsync.system import launcher
+from hpcsync.system import rank_environment
 from hpcsync.system.atomic_files import NotWritten
 from hpcsync.system.launch_output import print_at_once
 from hpcsync.system.signals import Interrupted, Suspended, tell_listening
@@ -100,7 +100,7 @@ class RunRecorder(Generic[C]):
         )
         self.look_at = ProblemReport(job.stop.on_nan).see  # called with every info; may raise to end the run
         self._console = console()
-        self._progress = None if launcher.is_viewed() else Progress(self._console, job.stop)
+        self._progress = None if rank_environment.is_viewed() else Progress(self._console, job.stop)
         places = [(rank, host) for rank, host, *_ in clocks[job.cluster.servers :]]
         self._stragglers = StragglerReport(self.coordinator, phases, self.trace, places, job.paradigm.bound)
         hosts = [host for _, host in places]
@@ -257,7 +257,7 @@ def _begin_trace(
         n_rows, start, now_s = resumed["trace_rows"], resumed["starts"], resumed["now_s"]
         seq = resumed["coordinator"]["seq"]
     trace = TraceWriter(path, {**attributes, **measured}, decision_fields(job), n_rows)
-    trace.append("starts", (start, now_s, seq, attributes["created"], launcher.batch_job()))
+    trace.append("starts", (start, now_s, seq, attributes["created"], rank_environment.batch_job()))
     for row in clocks:
         trace.append("clocks", (start, *row))
     trace.flush()

@@ -14,7 +14,7 @@ from hpcsync.api.connect import aborting, agree, world
 from hpcsync.config.errors import JobError
 from hpcsync.mpi import session_base
 from hpcsync.run_dir.checkpoint import RUN, Checkpoints
-from hpcsync.system import gpu_selection, launcher
+from hpcsync.system import gpu_selection, launcher, rank_environment
 from hpcsync.system.launcher import LaunchError
 from hpcsync.training.sampler import batches, sequence_indices
 from tests.unit.run_states import run_state
@@ -393,7 +393,7 @@ def test_a_rank_that_cannot_load_mpi_says_so_in_one_line(monkeypatch, tmp_path):
     for name in [name for name in sys.modules if name.split(".")[0] == "mpi4py"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(launcher, "under_launcher", lambda: True)
+    monkeypatch.setattr(rank_environment, "under_launcher", lambda: True)
     monkeypatch.setattr(launcher, "settings_of_rank", lambda environ: {})
     with pytest.raises(LaunchError, match="^mpi4py: cannot load MPI library; hpcsync doctor says what to install or "):
         world()

@@ -15,7 +15,7 @@ import pytest
 from hpcsync.cli import app
 from hpcsync.cli.slurm import BatchRequest, script
 from hpcsync.config.errors import JobError
-from hpcsync.system import launcher
+from hpcsync.system import launcher, rank_environment
 
 JOB = """
 name = "small"
@@ -152,11 +152,11 @@ def test_a_run_that_starts_its_ranks_is_none_of_a_step_from_which_the_job_was_su
     (tmp_path / "python").chmod(0o755)
     given = {"SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "3", "SLURM_NTASKS": "4", "SLURM_JOB_NAME": "small", **step}
     environ = {"PATH": f"{tmp_path}:/bin:/usr/bin", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", **given}
-    assert launcher.under_launcher(environ), "the control"
+    assert rank_environment.under_launcher(environ), "the control"
     text = script(job, ['cluster.on_death="restart"'], TWO_BY_TWO, "")
     subprocess.run(["bash", "-c", text], env=environ, check=True)
     seen = json.loads((tmp_path / "seen").read_text())
-    assert not launcher.under_launcher(seen)
+    assert not rank_environment.under_launcher(seen)
     assert seen["MPIEXEC"] == "srun --mpi=pmix --kill-on-bad-exit=1 --export=ALL --cpus-per-task=3"
 
 

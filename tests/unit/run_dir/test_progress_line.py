@@ -10,7 +10,7 @@ from rich.console import Console
 from hpcsync.config.job import Stop
 from hpcsync.run_dir import progress_line
 from hpcsync.run_dir.progress_line import Progress
-from hpcsync.system.launcher import TERMINAL
+from hpcsync.system.rank_environment import TERMINAL
 
 
 def coordinator(loss=0.25, accuracy=math.nan, samples=1234):

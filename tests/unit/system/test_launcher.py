@@ -14,8 +14,19 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hpcsync.system import launcher, process_cleanup
+from hpcsync.system import launcher, process_cleanup, rank_environment
 from hpcsync.system.launcher import Ended, LaunchError
+from tests.unit.system.test_rank_environment import (
+    BATCH,
+    INTERACTIVE,
+    MPICH,
+    OPEN_MPI,
+    PMI2_SHELL,
+    SCRIPT,
+    SHELL,
+    SIGNED_SCRIPT,
+    STEP,
+)  # fmt: skip
 
 RANKS = ("OMPI_", "PMI", "SLURM_", "PRTE_", "MPI", "PBS_", "HPCSYNC_")
 
@@ -240,7 +251,7 @@ def test_output_can_be_written_to_a_file(mpiexec: Path, tmp_path: Path, capfd: p
 
 def test_every_launch_has_its_own_folder(mpiexec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    code = f"import os; folder = os.environ[{launcher.SESSION_FOLDER!r}]; print(folder, os.path.isdir(folder))"
+    code = f"import os; folder = os.environ[{rank_environment.SESSION_FOLDER!r}]; print(folder, os.path.isdir(folder))"
 
     def told() -> str:
         with open(tmp_path / "out", "w+b") as file:
@@ -250,7 +261,7 @@ def test_every_launch_has_its_own_folder(mpiexec: Path, tmp_path: Path, monkeypa
     one, other = told(), told()
     assert one != other and one.startswith(str(tmp_path)) and one.endswith(" True\n")
     assert list(tmp_path.glob("hpcsync-*")) == []
-    monkeypatch.setenv(launcher.SESSION_FOLDER, "mine")
+    monkeypatch.setenv(rank_environment.SESSION_FOLDER, "mine")
     assert told() == "mine False\n"
 
 
@@ -502,63 +513,6 @@ def test_many_more_ranks_than_cores_of_this_node_are_refused(
         launcher.refuse_crowd(most + 1, f"-n {most + 1}", {})
 
 
-# ---- am I a rank? ----
-
-OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1"}
-MPICH = {"PMI_SIZE": "3", "PMI_RANK": "1"}
-BATCH = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "3", "SLURM_PROCID": "0"}
-STEP = {**BATCH, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "1"}
-SHELL = {**STEP, "SLURM_STEP_NUM_TASKS": "1", "PMIX_RANK": "0"}
-PMI2_SHELL = {**STEP, "SLURM_STEP_NUM_TASKS": "1", "PMI_SIZE": "1", "PMI_RANK": "0", "PMI_JOBID": "7.0"}
-INTERACTIVE = {**STEP, "SLURM_STEP_ID": "4294967290"}
-SCRIPT = {**STEP, "SLURM_STEP_ID": "4294967291"}
-SIGNED_SCRIPT = {**STEP, "SLURM_STEP_ID": "-5"}  # of Slurm 26.05
-
-
-@pytest.mark.parametrize(
-    ("environ", "size", "under"),
-    [
-        ({}, None, False),
-        (OPEN_MPI, 3, True),
-        ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "1"}, 1, True),
-        (MPICH, 3, True),
-        (BATCH, None, False),
-        (STEP, 3, True),
-        (SHELL, 1, False),
-        (PMI2_SHELL, 1, False),
-        ({**PMI2_SHELL, "PMI_SIZE": "3", "SLURM_STEP_NUM_TASKS": "3", "PMI_RANK": "1"}, 3, True),
-        (INTERACTIVE, None, False),
-        (SCRIPT, None, False),
-        (SIGNED_SCRIPT, None, False),
-        ({**SIGNED_SCRIPT, "PMIX_RANK": "0"}, None, False),  # of the shell in which the job was submitted
-        ({**STEP, **OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "5"}, 5, True),
-    ],
-)
-def test_expected_size_and_under_launcher(environ: dict[str, str], size: int | None, under: bool) -> None:
-    assert launcher.expected_size(environ) == size
-    assert launcher.under_launcher(environ) is under
-    if under:
-        assert launcher.expected_rank(environ) == 1
-
-
-@pytest.mark.parametrize(
-    ("environ", "rank"),
-    [
-        ({}, 0),
-        ({"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}, 1),
-        ({"PMI_RANK": "5", "MPI_LOCALRANKID": "2"}, 2),
-        ({"MV2_COMM_WORLD_LOCAL_RANK": "3"}, 3),
-        ({"PALS_LOCAL_RANKID": "4"}, 4),
-        ({"FLUX_TASK_LOCAL_ID": "5"}, 5),
-        ({"SLURM_PROCID": "9", "SLURM_LOCALID": "6"}, 6),
-        ({"SLURM_LOCALID": "0", "MPI_LOCALRANKID": "2"}, 2),
-        ({"SLURM_LOCALID": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}, 1),
-    ],
-)
-def test_local_rank(environ: dict[str, str], rank: int) -> None:
-    assert launcher.local_rank(environ) == rank
-
-
 # ---- ranks that launch ranks ----
 
 OF_THE_USER = {
@@ -630,33 +584,10 @@ def test_a_launch_kills_leftover_processes_of_inner_launches(mpiexec: Path) -> N
     assert not sleepers("4331")
 
 
-@pytest.mark.parametrize(
-    ("environ", "name"),
-    [
-        ({}, ""),
-        (STEP, "7"),
-        ({"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}, "7_2"),
-        ({"PBS_JOBID": "7[2].head"}, "7[2].head"),
-        ({"LSB_JOBID": "7", "LSB_JOBINDEX": "0"}, "7"),
-        ({"LSB_JOBID": "7", "LSB_JOBINDEX": "2"}, "7[2]"),
-    ],
-)
-def test_batch_job(environ: dict[str, str], name: str) -> None:
-    assert launcher.batch_job(environ) == name
-
-
 def test_nodes_of_several_kinds_are_several_nodes() -> None:
     one = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1"}
     assert launcher.on_one_node(one)
     assert not launcher.on_one_node({**one, "SLURM_HET_SIZE": "2"})
-
-
-def test_pmi2_of_srun_is_recognised() -> None:
-    assert launcher.under_pmi2_of_slurm({**STEP, "SLURM_STEP_ID": "0", "PMI_JOBID": "7.0"})
-    hydra = {**PMI2_SHELL, "MPI_LOCALRANKID": "0"}
-    assert launcher.under_launcher(hydra)
-    for environ in (STEP, OPEN_MPI, MPICH, {**MPICH, **STEP}, {}, hydra):
-        assert not launcher.under_pmi2_of_slurm(environ)
 
 
 @pytest.mark.parametrize(
