@@ -35,38 +35,24 @@ class WithoutBatch(JobError):
         super().__init__(message)
 
 
-class Batches(Iterator[Any]):
-    """The batches that `Session.shard` returns; `len` is how many they are, unless the run ends before.
+class Loop(Iterator[Any]):
+    """What one loop of a script runs over.
 
     Parameters
     ----------
-    batches
-        The batches.
-    count
-        Returns how many they are, before the first one. Raises TypeError if that is not known.
+    batches, count
+        As for `Batches`.
 
     Attributes
     ----------
-    again
-        Returns the batches of another call of `shard` with the same arguments, or None if the run is over. A loop over
-        batches that are used up has these: a script or a library may loop over one object in each training epoch.
+    n_given
+        Batches that the loop has had.
     """
 
     def __init__(self, batches: Iterator[Any], count: Callable[[], int]) -> None:
-        self.again: Callable[[], Batches | None] = lambda: None
-        self._begin(batches, count)
-
-    def _begin(self, batches: Iterator[Any], count: Callable[[], int]) -> None:
         self._batches, self._count = batches, count
         self._length: int | TypeError | None = None
-        self._n_given, self._ended = 0, False
-
-    def __iter__(self) -> Self:
-        if self._n_given and self._n_given == self._length:  # the loop has counted them
-            self._ended = next(self._batches, None) is None
-        if self._ended and (others := self.again()) is not None:
-            self._begin(others._batches, others._count)
-        return self
+        self.n_given, self._ended = 0, False
 
     def __next__(self) -> Any:
         self._note_length()
@@ -75,7 +61,7 @@ class Batches(Iterator[Any]):
         except StopIteration:
             self._ended = True
             raise
-        self._n_given += 1
+        self.n_given += 1
         return batch
 
     def __len__(self) -> int:
@@ -87,12 +73,66 @@ class Batches(Iterator[Any]):
     def __bool__(self) -> bool:
         return True
 
+    def has_ended(self) -> bool:
+        """Return whether no batch is left."""
+        if self.n_given and self.n_given == self._length:  # the loop has counted them
+            self._ended = next(self._batches, None) is None
+        return self._ended
+
+    def leave(self) -> None:
+        """Give no further batch, whoever still holds this."""
+        self._batches, self._count = iter(()), lambda: 0
+
     def _note_length(self) -> None:
         if self._length is None:
             try:
                 self._length = self._count()
             except TypeError as error:
                 self._length = error
+
+
+class Batches(Iterator[Any]):
+    """The batches that `Session.shard` returns; `len` is how many they are, unless the run ends before.
+
+    As over a DataLoader, each further loop has the batches of the next training epochs, also if the loop before was
+    left early: a script or a library may loop over one object in each training epoch. What has no training epochs, or
+    can be read only once, continues where the loop before was left. Batches that are drawn by `next` before a loop are
+    its first ones.
+
+    Parameters
+    ----------
+    batches
+        The batches.
+    count
+        Returns how many they are, before the first one. Raises TypeError if that is not known.
+
+    Attributes
+    ----------
+    again
+        Returns the batches of another call of `shard` with the same arguments; None if there are none.
+    """
+
+    def __init__(self, batches: Iterator[Any], count: Callable[[], int]) -> None:
+        self.again: Callable[[], Batches | None] = lambda: None
+        self._loop, self._in_loop = Loop(batches, count), False
+
+    def __iter__(self) -> Loop:
+        loop = self._loop
+        if loop.has_ended() or (loop.n_given and self._in_loop):
+            if (others := self.again()) is not None:
+                loop.leave()
+                self._loop = others._loop
+        self._in_loop = True
+        return self._loop
+
+    def __next__(self) -> Any:
+        return next(self._loop)
+
+    def __len__(self) -> int:
+        return len(self._loop)
+
+    def __bool__(self) -> bool:
+        return True
 
 
 class Asked(NamedTuple):
@@ -172,8 +212,8 @@ class Session(ABC):
             An iterator over the batches. On a server it is empty: the server serves here until the run is over. Its
             `len` is how many batches this worker gets if the run does not end before, in a resumed run without those
             used already. It raises TypeError where that is not known beforehand: with `epochs` None, with allocated
-            batches, and for data whose batches only reading tells. A loop over it once all are used has the batches of
-            the next training epochs, as after another call.
+            batches, and for data whose batches only reading tells. Each further loop over it has the batches of the next
+            training epochs, as after another call; with `epochs` None, and of an iterator, those that follow.
 
         Raises
         ------
@@ -190,7 +230,8 @@ class Session(ABC):
         self._refuse_outside()
         asked = Asked(dataset, batch_size, epochs, sharded, accumulate)
         batches = self._batches(asked)
-        batches.again = lambda: self._batches(asked) if self._entered and not self.stopped else None
+        if epochs is not None and not isinstance(dataset, Iterator):
+            batches.again = lambda: self._batches(asked) if self._entered and not self.stopped else None
         return batches
 
     @abstractmethod

@@ -101,8 +101,10 @@ def test_a_length_that_is_not_known_is_a_type_error(comm, only, folder):
             len(sync.shard(DATA, 4))
 
 
-def drawn(comm: MPI.Intracomm, out: Path, paradigm: str, way: str, epochs: int = 3, **how: Any) -> list[list[int]]:
-    """Return the samples of each training epoch, and of a loop after the run."""
+def drawn(
+    comm: MPI.Intracomm, out: Path, paradigm: str, way: str, epochs: int = 3, left: bool = False, **how: Any
+) -> list[list[int]]:
+    """Return the samples of each training epoch, and of a loop after the run; `left`: loops end after two batches."""
     model = torch.nn.Linear(1, 1)
     sgd = torch.optim.SGD(model.parameters(), lr=1e-4)
     found: list[list[int]] = []
@@ -119,6 +121,8 @@ def drawn(comm: MPI.Intracomm, out: Path, paradigm: str, way: str, epochs: int =
                 torch.nn.functional.mse_loss(model(x), y).backward()
                 sync.step()
                 found[-1] += x.flatten().int().tolist()
+                if left and len(found[-1]) == 8:
+                    break
     return [*found, list(batches)]
 
 
@@ -132,6 +136,9 @@ def test_one_object_has_the_batches_of_every_training_epoch(comm, only, folder, 
     assert n_batches == 3 * 11 and expected[-1] == []
     for way in ("ended", "counted"):
         assert drawn(comm, folder / way, paradigm, way) == expected
+    left = drawn(comm, folder / "left-calls", paradigm, "calls", left=True)
+    assert left[:-1] == [epoch[:8] for epoch in expected[:-1]]
+    assert drawn(comm, folder / "left", paradigm, "ended", left=True)[:-1] == left[:-1]
     stopped = drawn(comm, folder / "stopped", paradigm, "ended", stop={"samples": 24})
     assert comm.rank < (paradigm == "bsp") or (stopped[0] and not any(stopped[1:]))
 
@@ -145,3 +152,22 @@ def test_one_object_has_what_is_left_when_the_run_resumes(comm, only, folder, pa
     left = drawn(comm, killed(comm, folder / "a"), paradigm, "ended", resume=True, **how)
     assert (left[-2] == whole[-2] and 0 < sum(map(len, left)) < sum(map(len, whole))) or not any(whole)
     assert all(mine == its[len(its) - len(mine) :] for mine, its in zip(left, whole, strict=True))
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("iterator", [False, True], ids=["endless", "iterator"])
+def test_what_has_no_training_epochs_continues_where_a_loop_was_left(comm, only, folder, iterator):
+    only(2)
+    model = torch.nn.Linear(1, 1)
+    sgd = torch.optim.SGD(model.parameters(), lr=1e-4)
+    found: list[Any] = []
+    with hpcsync.connect(model, sgd, "allreduce", comm=comm, out=folder / "a") as sync:
+        batches = sync.shard(iter(range(99)), 1) if iterator else sync.shard(range(44), 4, None)
+        found += next(batches).tolist()
+        for _ in range(2):
+            for _, batch in zip(range(2), batches, strict=False):
+                model(torch.ones(1)).sum().backward()
+                sync.step()
+                found += batch.tolist()
+    assert len(found) == len({*found}) == (5 if iterator else 20)
+    assert not iterator or found == [*range(comm.rank, 10, 2)]
