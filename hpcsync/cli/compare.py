@@ -11,6 +11,7 @@ from hpcsync.cli import finished_runs, grid, report
 from hpcsync.cli.finished_runs import Found
 from hpcsync.config import job as jobs
 from hpcsync.config.errors import JobError
+from hpcsync.report.wording import plural
 from hpcsync.system.signals import Interrupted, interrupt, on_signals
 from hpcsync.system.standard_output import at_least_80_columns
 
@@ -118,7 +119,7 @@ def _grid(path: Path, asked: Asked) -> tuple[int, Found]:
     if tuned:
         varied = _tune(path, asked, varied, tuned, out.with_name(f"{out.name}-tuning"))
     runs = grid.plan(path, asked.overrides, varied, range(asked.seeds), out)
-    return _carry_out(path, asked, runs, f"{len(varied)} variants in {out}")
+    return _carry_out(path, asked, runs, f"{plural(len(varied), 'variant')} in {out}")
 
 
 def _refuse_twice(asked: Asked) -> None:
@@ -141,7 +142,8 @@ def _tune(
     candidates = [(*variant, *setting) for variant in varied for setting in tuned]
     seeds = range(TUNING_SEEDS, TUNING_SEEDS + asked.tune_seeds)
     runs = grid.plan(path, asked.overrides, candidates, seeds, out)
-    found = _carry_out(path, asked, runs, f"{len(tuned)} settings for each of {len(varied)} variants in {out}")[1]
+    about = f"{plural(len(tuned), 'setting')} for each of {plural(len(varied), 'variant')} in {out}"
+    found = _carry_out(path, asked, runs, about)[1]
     chosen = []
     for variant in varied:
         settings = {setting: found.get(grid.variant((*variant, *setting)), {}) for setting in tuned}
@@ -159,7 +161,7 @@ def _carry_out(path: Path, asked: Asked, runs: Sequence[grid.Run], about: str) -
     """Run what has not finished; return the exit status, and the summaries of all that have."""
     grid.check(path, runs, simulated=asked.simulate)
     n_before = sum(map(grid.finished, runs))
-    print(f"{len(runs)} runs of {about}; {n_before} have finished already", file=sys.stderr)
+    print(f"{plural(len(runs), 'run')} of {about}; already finished: {n_before}", file=sys.stderr)
     n_failed, n_left = 0, len(runs) - n_before
     for i, (run, status) in enumerate(grid.carry_out(path, runs, simulated=asked.simulate, at_once=asked.jobs), 1):
         n_failed += status != 0

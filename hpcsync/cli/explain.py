@@ -35,8 +35,10 @@ def main(path: Path, *, as_json: bool, simulated: bool, paradigms: Sequence[str]
     Raises
     ------
     JobError
-        If the trace cannot be read, or for a paradigm that is none.
+        If the trace cannot be read, or for a paradigm that is none, or that would not be simulated.
     """
+    if paradigms and not simulated:
+        raise JobError("--paradigm: must be left out with --no-what-if, with which nothing is simulated")
     others = [grid.paradigm_table(text) for text in paradigms]
     with garbage.loading():
         from hpcsync.report.explanation import explain, sentences, view

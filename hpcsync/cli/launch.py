@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import sys
@@ -37,7 +36,7 @@ def launch(n: int, program: Sequence[str], timeout_s: float | None = None, *, ov
         raise launcher.LaunchError(f"--timeout {timeout_s:g}: must be a number of seconds greater than 0")
     if not oversubscribe:
         launcher.refuse_crowd(n, f"-n {n}", launcher.environment())
-    found = program[0] == "python" or shutil.which(program[0]) or os.access(program[0], os.X_OK)
+    found = program[0] == "python" or shutil.which(program[0]) or shutil.which(f"./{program[0]}")
     if not found and launcher.on_this_node(launcher.environment()):
         hint = f"; start a script with hpcsync launch -n {n} -- python {program[0]}" * program[0].endswith(".py")
         raise launcher.LaunchError(f"{program[0]}: must be a program that can be started{hint}")

@@ -88,7 +88,7 @@ def main(
                     'MPIEXEC="srun ..." under Slurm'
                 )
             if resume and before is None:
-                agree(comm, lambda: layout.put_aside(out))
+                agree(comm, lambda: layout.put_aside(out, path))
             train(arranged(comm, job.cluster), job, out, before, log)
         _end_apart(comm.rank)
     except JobError as error:

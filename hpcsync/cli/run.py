@@ -18,7 +18,7 @@ from hpcsync.cli.watch import viewed
 from hpcsync.config import job as jobs
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
-from hpcsync.config.user_code import import_beside, user_code
+from hpcsync.config.user_code import import_beside, refuse_missing, user_code
 from hpcsync.run_dir import lock
 from hpcsync.system import allocation, garbage, gpu_selection, launcher, rank_environment
 from hpcsync.system.atomic_files import is_folder
@@ -145,7 +145,7 @@ def _run(
             _refuse_crowd(job, ranks)
     missing = layout.missing_above(out)
     if resume and before is None:
-        layout.put_aside(out)
+        layout.put_aside(out, path)
     folder = layout.choose(job, out, before)
     held = lock.hold(folder)
     assert held is not None, "this process is no rank"
@@ -234,8 +234,9 @@ def _check(path: Path, job: Job, overrides: Sequence[str], *, puts_aside: bool) 
 
 
 def _name_user_code(path: Path, job: Job) -> None:
-    """Print which code of the user will be imported, if any."""
+    """Print which code of the user will be imported, if any. Raises JobError if it is not found."""
     import_beside(path)
+    refuse_missing(job)
     if (code := user_code(job)) is not None:
         print(f"importing the workload from {code}", flush=True)
 

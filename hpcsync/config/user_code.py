@@ -7,6 +7,7 @@ import os
 import sys
 import sysconfig
 import traceback
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import TracebackType
 
@@ -31,12 +32,30 @@ def user_code(job: Job) -> str | None:
     """Return the module of the user's workload function, and the file that would be imported; None without one."""
     if not isinstance(job.workload, Function):
         return None
-    module = job.workload.name.partition(":")[0]
+    found = _found(job.workload)
+    return f"module {_module(job.workload)}" + (f" ({found.origin})" if found is not None and found.origin else "")
+
+
+def refuse_missing(job: Job) -> None:
+    """Raise JobError if there is no module for the user's workload function; nothing is imported."""
+    if isinstance(job.workload, Function) and _found(job.workload) is None:
+        raise not_importable(job.workload.name, f"No module named {_module(job.workload)!r}")
+
+
+def not_importable(name: str, reason: object) -> JobError:
+    """Return what to tell about a workload function that cannot be imported."""
+    return JobError(f"workload.name = {shown(name)}: must name a function that can be imported: {reason}")
+
+
+def _module(workload: Function) -> str:
+    return workload.name.partition(":")[0]
+
+
+def _found(workload: Function) -> ModuleSpec | None:
     try:
-        found = importlib.util.find_spec(module.partition(".")[0])  # of a module within it would import the package
+        return importlib.util.find_spec(_module(workload).partition(".")[0])  # without an import of the package
     except (ImportError, ValueError):
-        found = None
-    return f"module {module}" + (f" ({found.origin})" if found is not None and found.origin else "")
+        return None
 
 
 def of_user(job: Job, error: BaseException) -> BaseException:

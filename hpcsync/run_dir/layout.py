@@ -146,16 +146,21 @@ def _refuse_finished(folder: Path) -> None:
         raise JobError(f"out {folder}: must hold a run that has not finished; this one has")
 
 
-def put_aside(out: str | Path | None) -> None:
+def put_aside(out: str | Path | None, job_file: str | Path | None = None) -> None:
     """Rename the files that an attempt without a checkpoint has left, and delete its unfinished checkpoint.
 
     Raises
     ------
     JobError
-        If a run is under way there, or has finished.
+        If a run is under way there, or has finished; if the job file that is given would be renamed.
     """
     if out is not None and Path(out).is_dir():
         with _as_job_error(Path(out)):
+            if job_file is not None and (own := Path(out) / JOB).exists() and own.samefile(job_file):
+                raise JobError(
+                    f"out {out}: must be another folder than that of the job file {job_file}: there is no checkpoint "
+                    "there, and --resume would start anew and rename it"
+                )
             lock.hold(Path(out))
             _refuse_finished(Path(out))
             checkpoint.remove_unfinished(Path(out))

@@ -25,7 +25,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from hpcsync.config.errors import JobError, shown
 from hpcsync.config.job import Job
-from hpcsync.config.user_code import raised
+from hpcsync.config.user_code import not_importable, raised
 from hpcsync.config.workloads import Cifar, Digits, Function, Images, Linear, Script, Text, Timing
 from hpcsync.training.flat_model import device_of
 from hpcsync.training.gradient import Loss
@@ -108,7 +108,7 @@ def _from_user(settings: Function) -> Workload:
     try:
         make = getattr(_imported(settings.name, module), function)
     except (ImportError, AttributeError) as error:
-        raise JobError(f"{name}: must name a function that can be imported: {error}") from None
+        raise not_importable(settings.name, error) from None
     if not callable(make):
         raise JobError(f"{name}: must name a function")
     try:

@@ -75,6 +75,8 @@ def test_all_numbers_as_json(run: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_without_simulations(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert explain.main(run, as_json=False, simulated=False) == 0
     assert "simulated" not in said(capsys)
+    with pytest.raises(JobError, match="^--paradigm: must be left out with --no-what-if, with which nothing is sim"):
+        explain.main(run, as_json=False, simulated=False, paradigms=["asp"])
 
 
 def test_a_run_without_stragglers_blames_nobody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

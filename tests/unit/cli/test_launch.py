@@ -53,7 +53,11 @@ def status(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> object:
 
 @pytest.mark.parametrize(
     ("program", "hint"),
-    [("train.py", "; start a script with hpcsync launch -n 2 -- python train.py"), ("no-such-program", "")],
+    [
+        ("train.py", "; start a script with hpcsync launch -n 2 -- python train.py"),
+        ("no-such-program", ""),
+        ("/tmp", ""),
+    ],
 )
 def test_what_cannot_be_started_is_refused_before_the_ranks(
     program: str,

@@ -1,6 +1,7 @@
 """Command run: no rank starts for a wrong job, and the trace records how the ranks ended."""
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -330,6 +331,21 @@ def test_resume_without_a_checkpoint_starts_anew_and_keeps_old_files(path: Path,
     assert run.run(path, [], None, Path("o"), resume=True) == 0
     assert reader.load("o/trace.lost-1.h5").status == "failed"
     assert reader.load("o/trace.h5").status == "finished"
+
+
+def test_a_job_file_is_not_renamed_to_start_anew(path: Path, ranks: Ranks) -> None:
+    path = path.rename("job.toml")
+    with pytest.raises(JobError, match=r"^out \.: must be another folder than that of the job file job\.toml: "):
+        run.run(path, [], None, Path(), resume=True)
+    assert (ranks.command, os.listdir()) == ([], ["job.toml"])
+    assert run.run(path, [], None, Path("o"), resume=True) == 0, "control: another folder"
+
+
+def test_no_rank_starts_for_a_workload_that_is_not_there(path: Path, ranks: Ranks) -> None:
+    line = '^workload.name = "no_such.module:make": must name a function that can be imported: No module named '
+    with pytest.raises(JobError, match=f"{line}'no_such.module'$"):
+        run.run(path, ['workload={name="no_such.module:make"}'], None, Path("o"))
+    assert (ranks.command, os.listdir()) == ([], ["tiny.toml"])
 
 
 def test_a_job_that_torch_refuses_leaves_an_earlier_start_as_it_is(path: Path, ranks: Ranks) -> None:
