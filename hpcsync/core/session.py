@@ -212,8 +212,8 @@ class Session(ABC):
             An iterator over the batches. On a server it is empty: the server serves here until the run is over. Its
             `len` is how many batches this worker gets if the run does not end before, in a resumed run without those
             used already. It raises TypeError where that is not known beforehand: with `epochs` None, with allocated
-            batches, and for data whose batches only reading tells. Each further loop over it has the batches of the next
-            training epochs, as after another call; with `epochs` None, and of an iterator, those that follow.
+            batches, and for data whose batches only reading tells. Each further loop over it has the batches of the
+            next training epochs, as after another call; with `epochs` None, and of an iterator, those that follow.
 
         Raises
         ------
