@@ -45,7 +45,15 @@ class LocalSession(Session):
         self._updates = 0
         total = None if job.batches.policy == "equal" else job.batch_total
         allocated = None if total is None else lambda: (self._samples, total)
-        self._iterations = Iterations(job, 0, self._now, allocated=allocated, unused=lambda: not self._checks.computed)
+        self._iterations = Iterations(
+            job,
+            0,
+            self._now,
+            lambda: self.stopped,
+            allocated=allocated,
+            unused=lambda: not self._checks.computed,
+            n_optimizers=len(optimizers),
+        )
         self._lr = learning_rate(job)
         self._model = model
         self._optimizers = optimizers
@@ -62,13 +70,11 @@ class LocalSession(Session):
         self._clip_norm = job.optimizer.clip_norm
 
     def _batches(self, asked: Asked) -> Batches:
-        return self._iterations.shard(
-            *asked[:3], lambda: self.stopped, sharded=asked.sharded, accumulate=asked.accumulate
-        )
+        return self._iterations.shard(asked)
 
     def step(self, loss: torch.Tensor | float | None = None) -> bool:
         """Step with the script's optimizer; return False once the run is over."""
-        if self._is_left_over(self._iterations):
+        if self._iterations.left_over:
             return False
         self._refuse_step()
         if len(self._optimizers) > 1:
@@ -82,13 +88,11 @@ class LocalSession(Session):
         self, optimizer: Any, own_step: Callable[[], Any], closure: Callable[[], Any] | None = None
     ) -> Any:
         """Make a step of the script: clip the gradient, and multiply the rates by the schedule's factor."""
-        if self._is_left_over(self._iterations, len(self._optimizers)):
+        if self._iterations.left_over:
             return None
         self._refuse_step()
         loss = None if closure is None else self._of_closure(closure)
-        again = len(self._optimizers) > 1 or (self._iterations.drew_ahead and self._checks.computed)
-        if not self._iterations.under_way and again:
-            self._iterations.begin_again()
+        self._iterations.begin_again()
         self._iterations.end()
         self._check(optimizer)
         if self._clip_norm is not None:

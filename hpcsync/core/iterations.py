@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job, Script
 from hpcsync.core.device_speed import Device, device
-from hpcsync.core.session import Batches, WithoutBatch
+from hpcsync.core.session import Asked, Batches, WithoutBatch
 from hpcsync.state import Stateful
 from hpcsync.system import loader_processes
 from hpcsync.training.loading import Batch, Ordered, Part, Source, refuse, set_epoch, source
@@ -39,6 +39,8 @@ class Iterations(Stateful):
         Number of the worker.
     now
         Clock: seconds since the start of the run.
+    stopped
+        Returns True once the run is over for this worker.
     leave
         Called when the worker leaves before its next batch, as the job specifies, with the time at which it joins again
         or infinity. Returns True if it does.
@@ -49,6 +51,8 @@ class Iterations(Stateful):
         allocated; None if all batches have the same size.
     unused
         Returns True if no gradient has been computed since the last step.
+    n_optimizers
+        Optimizers that step one after the other.
 
     Attributes
     ----------
@@ -72,22 +76,26 @@ class Iterations(Stateful):
         job: Job,
         worker: int,
         now: Callable[[], float],
+        stopped: Callable[[], bool] = lambda: False,
         leave: Callable[[float], bool] = lambda joins_s: False,
         while_padding: Callable[[], None] | None = None,
         allocated: Callable[[], tuple[int, int]] | None = None,
         unused: Callable[[], bool] = lambda: False,
+        n_optimizers: int = 1,
     ) -> None:
         self.batch_size = 0
         self.in_loop = False  # whether the script has a batch
-        self.drew_ahead = False  # whether its loop may draw the next batch before each step
+        self._drew_ahead = False  # whether its loop may draw the next batch before each step
         self.computed_s = self.load_s = 0.0
         self._job = job
         self._worker = worker
         self._now = now
+        self._stopped = stopped
         self._leave = leave
         self._while_padding = while_padding
         self._allocated = allocated
         self._unused = unused
+        self._n_optimizers = n_optimizers
         self._training_epochs = 0
         self._drawn: list[int] = []  # numbers of the loaders of which the iteration under way has a batch each
         self._used = 0  # batches of the iterations that have ended
@@ -104,34 +112,11 @@ class Iterations(Stateful):
         self._in_parts = False
         self._device = device(job, worker)
 
-    def shard(
-        self,
-        data: Any,
-        batch_size: int | None,
-        epochs: int | None,
-        stopped: Callable[[], bool],
-        *,
-        sharded: bool = False,
-        accumulate: int = 1,
-    ) -> Batches:
-        """Return the batches of the next training epochs, until `stopped` or the worker leaves.
+    def shard(self, asked: Asked) -> Batches:
+        """Return the batches of the next training epochs, until the run is over or the worker leaves.
 
         Loaders have their training epochs in the order in which they are first read; one that is not read has none.
-
-        Parameters
-        ----------
-        data
-            Data set or data loader; None: batches are ().
-        batch_size
-            Samples of every batch of a data set, or with allocated batches the size that the device's times refer to.
-        epochs
-            Number of training epochs; None: no end.
-        stopped
-            Returns True once the run is over for this worker.
-        sharded
-            True if the data are a part of the worker's own already.
-        accumulate
-            Batches of a step.
+        Without data the batches are ().
 
         Raises
         ------
@@ -139,32 +124,20 @@ class Iterations(Stateful):
             If a step is to have several batches, but batches are allocated by the step; if an iterator is to have
             several training epochs. Reading raises it if the data cannot be used.
         """
-        if accumulate > 1 and self._allocated is not None:
-            raise JobError(f"accumulate = {accumulate}: must be 1 where batches are allocated: a step has one")
-        if isinstance(data, Iterator):
-            if epochs is not None and epochs > 1:
-                name = type(data).__name__
-                raise JobError(f"shard: epochs = {epochs}: must be 1 with a {name}, which can be read only once")
-            epochs = 1
+        if asked.accumulate > 1 and self._allocated is not None:
+            raise JobError(f"accumulate = {asked.accumulate}: must be 1 where batches are allocated: a step has one")
+        if isinstance(asked.dataset, Iterator):
+            if asked.epochs is not None and asked.epochs > 1:
+                name = type(asked.dataset).__name__
+                raise JobError(f"shard: epochs = {asked.epochs}: must be 1 with a {name}, which can be read only once")
+            asked = asked._replace(epochs=1)
         number = self._n_loaders
         self._n_loaders += 1
         for values, value in ((self._used_by, 0), (self._first_by, -1)):
             values += [value] * (self._n_loaders - len(values))  # those of a state may be more
-        return Batches(
-            self._read(data, batch_size, epochs, number, stopped, sharded=sharded),
-            lambda: self._n_batches(data, batch_size, epochs, number, sharded=sharded),
-        )
+        return Batches(self._read(asked, number), lambda: self._n_batches(asked, number))
 
-    def _read(
-        self,
-        data: Any,
-        batch_size: int | None,
-        epochs: int | None,
-        number: int,
-        stopped: Callable[[], bool],
-        *,
-        sharded: bool,
-    ) -> Iterator[Any]:
+    def _read(self, asked: Asked, number: int) -> Iterator[Any]:
         """Yield the batches of the loader of this number; each belongs to the iteration under way.
 
         Raises
@@ -174,19 +147,19 @@ class Iterations(Stateful):
         """
         if self.under_way and not self.in_loop and self._unused():  # the loop before was left with its last batch
             self._discard()
-        epoch_range = self._epochs_of(number, epochs)
+        data, epochs = asked.dataset, self._epochs_of(number, asked.epochs)
         if self._first_by[number] < 0:
             self._first_by[number] = self._training_epochs
-            self._training_epochs += epochs or 0
-        batches = self.source(data, batch_size, sharded)
+            self._training_epochs += asked.epochs or 0
+        batches = self.source(asked)
         if batches is None:
-            unit = batch_size or 0
+            unit = asked.batch_size or 0
             own = self._empty_batches(unit)
         else:
             # Items of a data set that are whole batches are drawn one by one, but are not one sample each.
             unit = 0 if isinstance(data, DataLoader) and data.batch_sampler is None else batches.batch_size
-            own = (self._batches_in_step if self._in_step else self._batches)(data, batches, epoch_range, number)
-        while not stopped():
+            own = (self._batches_in_step if self._in_step else self._batches)(data, batches, epochs, number)
+        while not self._stopped():
             begin_s = self._now()
             if self._begin_s is None and self._device.leaves(begin_s):
                 if not self._leave(self._device.joins_s):
@@ -219,7 +192,7 @@ class Iterations(Stateful):
         first = self._training_epochs if self._first_by[number] < 0 else self._first_by[number]
         return range(first, sys.maxsize if epochs is None else first + epochs)
 
-    def _n_batches(self, data: Any, batch_size: int | None, epochs: int | None, number: int, *, sharded: bool) -> int:
+    def _n_batches(self, asked: Asked, number: int) -> int:
         """Return how many batches `_read` yields, before the first one and if the run does not end before.
 
         Raises
@@ -229,16 +202,16 @@ class Iterations(Stateful):
         JobError
             If the data cannot be used.
         """
-        if epochs is None or data is None:
+        if asked.epochs is None or asked.dataset is None:
             raise TypeError("len: epochs = None, or no data, has no end but that of the run")
         if self._allocated is not None:
             raise TypeError("len: batches are allocated: how many this worker gets depends on the speeds of all")
-        batches = self.source(data, batch_size, sharded)
+        batches = self.source(asked)
         if self._in_step:
             assert isinstance(batches, Ordered)
-            return max(0, self._n_in_step(batches, epochs)[0] - self._to_skip(number))
+            return max(0, self._n_in_step(batches, asked.epochs)[0] - self._to_skip(number))
         found, skip = 0, self._to_skip(number)
-        for epoch in self._epochs_of(number, epochs):
+        for epoch in self._epochs_of(number, asked.epochs):
             if batches is None or (length := batches.length(epoch)) is None:
                 raise TypeError("len: only reading tells how many batches these data have")
             known = self._lengths.get(epoch, length)
@@ -247,11 +220,21 @@ class Iterations(Stateful):
         return found
 
     def begin_again(self) -> None:
-        """Begin another iteration with the samples of the last one, such as the step of a further optimizer.
+        """Begin another iteration with the samples of the last one, for a step that has no batch of its own.
 
-        Or the last step of a loop that draws its next batch before each step: its first iteration had two batches.
+        Such as the step of a further optimizer, or the last step of a loop that draws its next batch before each step:
+        its first iteration had two batches.
         """
-        self._begin(self._now())
+        if not self.under_way and (self._n_optimizers > 1 or (self._drew_ahead and not self._unused())):
+            self._begin(self._now())
+
+    @property
+    def left_over(self) -> bool:
+        """True if a step comes after the end of the run, but is of a batch that was drawn before.
+
+        Its loop draws the next batch before each step, or another optimizer's step with that batch ended the run.
+        """
+        return self._stopped() and (self.under_way or self._drew_ahead or self._n_optimizers > 1)
 
     def _begin(self, begin_s: float) -> None:
         self._begin_s = begin_s
@@ -332,7 +315,7 @@ class Iterations(Stateful):
         self.pad(0.0 if self._in_parts else share)
         assert self._begin_s is not None
         begin_s, self._begin_s = self._begin_s, None
-        self.drew_ahead = self.drew_ahead or len(self._drawn) > 1
+        self._drew_ahead = self._drew_ahead or len(self._drawn) > 1
         self._count_drawn()
         end_s = self._now()
         if not self._in_parts:
@@ -349,7 +332,7 @@ class Iterations(Stateful):
 
     # ---- the batches ----
 
-    def source(self, data: Any, batch_size: int | None, sharded: bool = False) -> Source | None:
+    def source(self, asked: Asked) -> Source | None:
         """Return the worker's batches of a data set or data loader (`hpcsync.training.loading`); None without data.
 
         Raises
@@ -357,6 +340,7 @@ class Iterations(Stateful):
         JobError
             If they cannot be used.
         """
+        data, batch_size, _, sharded, _ = asked
         refuse(data, batch_size, sharded=sharded)
         if data is None:
             return None

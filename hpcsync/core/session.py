@@ -6,21 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 
 from hpcsync.config.errors import JobError
-
-
-class Iterations(Protocol):
-    """What a session asks its batches about (`hpcsync.core.iterations`)."""
-
-    drew_ahead: bool
-
-    @property
-    def under_way(self) -> bool:
-        """True while an iteration has begun and not ended."""
 
 
 class WithoutBatch(JobError):
@@ -139,10 +129,10 @@ class Asked(NamedTuple):
     """Arguments of `Session.shard`, which describes them."""
 
     dataset: Any
-    batch_size: int | None
-    epochs: int | None
-    sharded: bool
-    accumulate: int
+    batch_size: int | None = None
+    epochs: int | None = 1
+    sharded: bool = False
+    accumulate: int = 1
 
 
 class Session(ABC):
@@ -344,13 +334,6 @@ class Session(ABC):
         self._refuse_outside()
         if self.stopped:
             raise RuntimeError("step was called after the end of the run: leave the loop when step returns False")
-
-    def _is_left_over(self, iterations: Iterations, n_optimizers: int = 1) -> bool:
-        """Return whether a step comes after the end of the run, but is of a batch that was drawn before.
-
-        Its loop draws the next batch before each step, or another optimizer's step with that batch ended the run.
-        """
-        return self.stopped and (iterations.under_way or iterations.drew_ahead or n_optimizers > 1)
 
     def _leave(self, joins_s: float) -> bool:
         """Leave before the next batch; return True if the worker joins again at `joins_s`.

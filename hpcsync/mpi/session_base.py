@@ -256,8 +256,8 @@ class RankSession(Session):
         """Make the step of an optimizer of the script; as its own `step`, it returns what the closure returns."""
         script, loss = self._script, None
         assert script is not None
-        n, self._session_stepped = len(script.optimizers), True
-        if self.worker is not None and self._is_left_over(self._iterations, n):
+        self._session_stepped = True
+        if self.worker is not None and self._iterations.left_over:
             return None
         optimizer: Any = script.optimizers[index]
         if closure is not None:
@@ -275,16 +275,28 @@ class RankSession(Session):
             script.stepping, script.skips = script.only, False
         return loss
 
-    def _is_unused(self) -> bool:
-        """Return True if a script has computed no gradient since its last step."""
-        return self._checks is not None and not self._checks.computed
+    @property
+    def _n_optimizers(self) -> int:
+        return 1 if self._script is None else len(self._script.optimizers)
 
-    def _begin_again(self) -> None:
-        """Begin the iteration of a step without a batch of its own, with the samples of the one before."""
-        if self._iterations.under_way or self._script is None:
-            return
-        if len(self._script.optimizers) > 1 or (self._iterations.drew_ahead and not self._is_unused()):
-            self._iterations.begin_again()
+    def _create_iterations(
+        self,
+        worker: int,
+        now: Callable[[], float],
+        allocated: Callable[[], tuple[int, int]] | None,
+        while_padding: Callable[[], None] | None = None,
+    ) -> Iterations:
+        return Iterations(
+            self._job,
+            worker,
+            now,
+            lambda: self.stopped,
+            self._leave,
+            while_padding,
+            allocated,
+            unused=lambda: self._checks is not None and not self._checks.computed,
+            n_optimizers=self._n_optimizers,
+        )
 
     def _refuse_step(self) -> None:
         super()._refuse_step()

@@ -30,6 +30,7 @@ from hpcsync.core.device_speed import device
 from hpcsync.core.iterations import Iterations
 from hpcsync.core.peer_coordinator import BatchDivision, Lockstep, PeerCoordinator, StepInfo
 from hpcsync.core.peer_machine import PeerMachine, create_method
+from hpcsync.core.session import Asked
 from hpcsync.core.straggler_detector import StragglerDetector
 from hpcsync.core.worker_machine import WorkerMachine
 from hpcsync.paradigms import Evaluated, Grant, Joined, Left, PushInfo, create
@@ -215,12 +216,12 @@ class Stream:
 
 
 def play_iterations(it: Any, dice: random.Random, steps: int) -> list[Any]:
-    it.loop = getattr(it, "loop", None) or it.shard(range(50), 4, 1_000, lambda: False)
+    it.loop = getattr(it, "loop", None) or it.shard(Asked(range(50), 4, 1_000))
     return play_loop(it, steps)
 
 
 def play_stream(it: Any, dice: random.Random, steps: int) -> list[Any]:
-    it.loop = getattr(it, "loop", None) or it.shard(Stream(), None, None, lambda: False)
+    it.loop = getattr(it, "loop", None) or it.shard(Asked(Stream(), None, None))
     return play_loop(it, steps)
 
 

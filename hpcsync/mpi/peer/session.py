@@ -14,7 +14,6 @@ from mpi4py import MPI
 
 from hpcsync.config.errors import JobError, shown
 from hpcsync.config.job import Job
-from hpcsync.core.iterations import Iterations
 from hpcsync.core.peer_coordinator import BatchDivision, create_batch_division
 from hpcsync.core.peer_machine import Computed, PeerMachine, create_method
 from hpcsync.core.session import Asked, Batches
@@ -101,9 +100,7 @@ class PeerSession(RankSession):
         self._hooks = [] if poll is None else self._hook(poll)
         self._clocks = self._link.start(0.0 if run is None else run["now_s"])
         allocated = None if self._division is None else partial(self._division.work, self.worker)
-        self._iterations = Iterations(
-            job, self.worker, self._link.clock.now, self._leave, poll, allocated, self._is_unused
-        )
+        self._iterations = self._create_iterations(self.worker, self._link.clock.now, allocated, poll)
         self._accumulate = 1  # backward passes of a step
         self._n_passes = 0  # made since the last step
         self._may_reduce = True  # outside of `no_sync`
@@ -129,15 +126,12 @@ class PeerSession(RankSession):
             with self._checkpoints.restoring(self._name):
                 self._restore(self._resumed)
             self._resumed = None
-        own = self._iterations.shard(
-            *asked[:3], lambda: self.stopped, sharded=asked.sharded, accumulate=asked.accumulate
-        )
+        own = self._iterations.shard(asked)
         return Batches(self._prepared(asked, own), own.__len__)
 
     def _prepared(self, asked: Asked, own: Batches) -> Iterator[Any]:
         """Yield this worker's batches, each prepared for the exchange."""
-        source = self._iterations.source(asked.dataset, asked.batch_size, asked.sharded)
-        self._describe(self._exchange.prepare(source, self._iterations))
+        self._describe(self._exchange.prepare(self._iterations.source(asked), self._iterations))
         self._link.phases.enter(Phase.COMPUTING, self._machine.iteration + 1)
         self._accumulate, self._n_passes = asked.accumulate, 0
         self._exchange.let_overlap(self._overlaps)
@@ -157,7 +151,7 @@ class PeerSession(RankSession):
                 "which forms the mean of the gradients at its end"
             )
         if self._computed is None:
-            self._begin_again()
+            self._iterations.begin_again()
             self._end_computation()
         self._end_iteration(self._look_at_step(loss))
         self._link.phases.enter(Phase.COMPUTING, self._machine.iteration + 1)
@@ -187,7 +181,7 @@ class PeerSession(RankSession):
             )
         if not self._is_of_step:
             return
-        self._begin_again()
+        self._iterations.begin_again()
         if self._reduces:
             self._end_computation()
         else:
@@ -202,7 +196,7 @@ class PeerSession(RankSession):
     @property
     def _is_of_step(self) -> bool:
         """True if a backward pass is one of a step, and not of an evaluation between steps or after the end."""
-        several = self._script is not None and self._script.only is None  # a further one steps with the same batch
+        several = self._n_optimizers > 1  # a further one steps with the same batch
         return not self.stopped and (self._iterations.under_way or (several and self._iterations.in_loop))
 
     @property

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from hpcsync.core.assignments import create_assignments
-from hpcsync.core.iterations import Iterations
 from hpcsync.core.session import Asked, Batches
 from hpcsync.core.worker_machine import WorkerMachine
 from hpcsync.mpi.server.channel import Reader, ServerChannel
@@ -273,9 +272,7 @@ class WorkerSession(LinkedSession):
             self._continue()
         granted = create_assignments(job).first[0].first_sample >= 0
         allocated = (lambda: self._machine.samples) if granted else None
-        self._iterations = Iterations(
-            job, worker, self._link.clock.now, self._leave, allocated=allocated, unused=self._is_unused
-        )
+        self._iterations = self._create_iterations(worker, self._link.clock.now, allocated)
         self._computed = 1.0  # share of the batch that is computed when it is pushed
 
     def _batches(self, asked: Asked) -> Batches:
@@ -291,12 +288,9 @@ class WorkerSession(LinkedSession):
         if self._comes_back:
             if self._leave(0.0):
                 n_steps = (self._machine.grant.iteration - 1) * self._job.local_steps
-                n_optimizers = 1 if self._script is None else len(self._script.optimizers)
-                self._iterations.skip(n_steps * asked.accumulate // n_optimizers)
+                self._iterations.skip(n_steps * asked.accumulate // self._n_optimizers)
             self._comes_back = False  # only now: a checkpoint may be made while this worker waits for its first grant
-        return self._iterations.shard(
-            *asked[:3], lambda: self.stopped, sharded=asked.sharded, accumulate=asked.accumulate
-        )
+        return self._iterations.shard(asked)
 
     def cancelled(self, share: float) -> bool:
         """Return whether server 0 has cancelled the current iteration."""
@@ -311,7 +305,7 @@ class WorkerSession(LinkedSession):
     def _step(self, loss: torch.Tensor | float | None) -> None:
         """Use the gradient, and push if a push is due."""
         self._refuse_step()
-        self._begin_again()
+        self._iterations.begin_again()
         mean_loss = self._look_at_step(loss, complete=self._computed == 1.0)
         if self._skips:
             self.flat.gradient.zero_()

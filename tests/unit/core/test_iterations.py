@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hpcsync.config.errors import JobError
 from hpcsync.core.iterations import CALL_S, Iterations
+from hpcsync.core.session import Asked
 from hpcsync.training.sampler import batches, sequence_indices
 from tests.unit.jobs import make_job
 
@@ -30,10 +31,6 @@ def make_iterations(worker=0, workers=2, compute=None, now=time.perf_counter, ev
     return Iterations(make_job(cluster=cluster, seed=9), worker, now, **settings)
 
 
-def never() -> bool:
-    return False
-
-
 def samples(loader) -> list[list[int]]:
     return [x.tolist() for (x,) in loader]
 
@@ -45,16 +42,16 @@ def expected(epochs: range, worker=0) -> list[list[int]]:
 @pytest.mark.parametrize("worker", [0, 1])
 def test_several_loaders_continue_as_one_of_more_training_epochs(worker):
     iterations = make_iterations(worker)
-    found = [samples(iterations.shard(DATA, 4, epochs, never)) for epochs in (1, 0, 2)]
+    found = [samples(iterations.shard(Asked(DATA, 4, epochs))) for epochs in (1, 0, 2)]
     assert found == [expected(range(1), worker), [], expected(range(1, 3), worker)]
-    assert samples(make_iterations(worker).shard(DATA, 4, 3, never)) == found[0] + found[2]
+    assert samples(make_iterations(worker).shard(Asked(DATA, 4, 3))) == found[0] + found[2]
 
 
 def epochs_left_early(iterations: Iterations) -> Iterator[list[int]]:
     """Train on the first two batches of each of three epochs."""
     for _ in range(3):
         left = 2
-        for (x,) in iterations.shard(DATA, 4, 1, never):
+        for (x,) in iterations.shard(Asked(DATA, 4, 1)):
             iterations.end()
             yield x.tolist()
             if (left := left - 1) == 0:
@@ -75,7 +72,7 @@ def test_epochs_that_the_loop_left_early_are_over_after_a_resume_too():
 def two_loaders_at_once(iterations: Iterations) -> Iterator[tuple[list[int], list[int]]]:
     """Train for two epochs with a batch of each of two loaders in a step, of which the second has more batches."""
     for _ in range(2):
-        for (x,), (y,) in zip(iterations.shard(DATA, 4, 1, never), iterations.shard(DATA, 2, 1, never), strict=False):
+        for (x,), (y,) in zip(iterations.shard(Asked(DATA, 4, 1)), iterations.shard(Asked(DATA, 2, 1)), strict=False):
             iterations.end()
             yield x.tolist(), y.tolist()
 
@@ -100,7 +97,7 @@ def test_each_of_several_loaders_resumes_after_its_own_batches(format_6):
 def test_a_loader_of_which_only_the_length_is_asked_has_no_epoch():
     """As for a scheduler: ``total_steps=len(sync.shard(data, batch_size, 1))``. The control: one that is read has."""
     iterations = make_iterations()
-    asked, first, second = (iterations.shard(DATA, 4, 1, never) for _ in range(3))
+    asked, first, second = (iterations.shard(Asked(DATA, 4, 1)) for _ in range(3))
     assert len(asked) == 3
     assert samples(second) == expected(range(1))
     assert samples(first) == expected(range(1, 2))
@@ -109,12 +106,12 @@ def test_a_loader_of_which_only_the_length_is_asked_has_no_epoch():
 def test_a_checkpoint_of_before_may_be_resumed_twice():
     """Its sum is divided among the loaders as they skip their batches."""
     iterations = make_iterations()
-    whole = [x.tolist() for _ in range(3) for (x,) in iterations.shard(DATA, 4, 1, never) if iterations.end()]
+    whole = [x.tolist() for _ in range(3) for (x,) in iterations.shard(Asked(DATA, 4, 1)) if iterations.end()]
     state = make_iterations().state() | {"used": 4}
     for n_done in (4, 6):
         iterations = make_iterations()
         iterations.restore(state)
-        rest = (x.tolist() for _ in range(3) for (x,) in iterations.shard(DATA, 4, 1, never) if iterations.end())
+        rest = (x.tolist() for _ in range(3) for (x,) in iterations.shard(Asked(DATA, 4, 1)) if iterations.end())
         assert [next(rest), next(rest)] == whole[n_done : n_done + 2]
         state = iterations.state()
 
@@ -128,25 +125,25 @@ def test_a_batch_with_which_the_loop_was_left_belongs_to_no_step(unused, n_sampl
         return clock[0]
 
     iterations = make_iterations(now=now, unused=lambda: unused)
-    for _ in iterations.shard(DATA, 4, 1, never):
+    for _ in iterations.shard(Asked(DATA, 4, 1)):
         if iterations.batch_size == 4 and clock[0] == 10.0:
             break
         iterations.end()
         clock[0] = 10.0
     clock[0] = 20.0  # after a validation
-    ((x,),) = itertools.islice(loader := iterations.shard(DATA, 4, 1, never), 1)
+    ((x,),) = itertools.islice(loader := iterations.shard(Asked(DATA, 4, 1)), 1)
     assert x.tolist() == expected(range(1, 2))[0]
     assert (iterations.end(), iterations.batch_size) == ((begin_s, 20.0), n_samples)
     resumed = make_iterations()
     resumed.restore(iterations.state())
-    assert samples(resumed.shard(DATA, 4, 1, never)) == []  # the epoch that was left
-    assert samples(resumed.shard(DATA, 4, 1, never)) == samples(loader)
+    assert samples(resumed.shard(Asked(DATA, 4, 1))) == []  # the epoch that was left
+    assert samples(resumed.shard(Asked(DATA, 4, 1))) == samples(loader)
 
 
 def test_a_loader_within_the_loop_of_another_leaves_its_batch():
     iterations = make_iterations(unused=lambda: True)
-    for _ in iterations.shard(DATA, 4, 1, never):
-        next(iterations.shard(DATA, 4, 1, never))
+    for _ in iterations.shard(Asked(DATA, 4, 1)):
+        next(iterations.shard(Asked(DATA, 4, 1)))
         break
     assert (iterations.batch_size, iterations.under_way) == (8, True)
 
@@ -154,13 +151,13 @@ def test_a_loader_within_the_loop_of_another_leaves_its_batch():
 def test_batches_that_are_allocated_by_the_step_are_not_accumulated():
     iterations = make_iterations(allocated=lambda: (0, 4))
     with pytest.raises(JobError, match="accumulate = 2: must be 1 where batches are allocated"):
-        next(iterations.shard(DATA, 4, 1, never, accumulate=2))
+        next(iterations.shard(Asked(DATA, 4, 1, accumulate=2)))
 
 
 def test_a_loader_without_end_continues_too():
     iterations = make_iterations()
-    samples(iterations.shard(DATA, 4, 1, never))
-    endless = iterations.shard(DATA, 4, None, never)
+    samples(iterations.shard(Asked(DATA, 4, 1)))
+    endless = iterations.shard(Asked(DATA, 4, None))
     assert samples(itertools.islice(endless, 12)) == expected(range(1, 9))[:12]
 
 
@@ -175,25 +172,25 @@ def test_a_loader_of_several_training_epochs_tells_its_data_each_of_them(epochs,
     epochs_told: list[int] = []
     data, iterations = DataLoader(Told(16), 4), make_iterations()
     for n in epochs:
-        assert len(list(iterations.shard(data, None, n, never))) == 2 * n
+        assert len(list(iterations.shard(Asked(data, None, n)))) == 2 * n
     assert epochs_told == told
 
 
 def test_a_loader_ends_when_the_run_is_stopped():
     seen = []
-    for (x,) in make_iterations().shard(DATA, 4, None, lambda: len(seen) == 2):
+    for (x,) in make_iterations(stopped=lambda: len(seen) == 2).shard(Asked(DATA, 4, None)):
         seen.append(x)
     assert len(seen) == 2
-    assert list(make_iterations().shard(DATA, 4, None, lambda: True)) == []
+    assert list(make_iterations(stopped=lambda: True).shard(Asked(DATA, 4, None))) == []
 
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_worker_without_a_batch_in_endless_epochs_is_an_error_and_no_endless_loop(sharded):
     loader = DataLoader(Numbers(0 if sharded else 4), 4)
     with pytest.raises(JobError, match="worker 1 has no batch in a training epoch"):
-        next(make_iterations(1).shard(loader, None, None, never, sharded=sharded))
-    assert list(make_iterations(1).shard(loader, None, 2, never, sharded=sharded)) == []
-    assert sharded or next(make_iterations(0).shard(loader, None, None, never)).tolist() == [0, 1, 2, 3]
+        next(make_iterations(1).shard(Asked(loader, None, None, sharded=sharded)))
+    assert list(make_iterations(1).shard(Asked(loader, None, 2, sharded=sharded))) == []
+    assert sharded or next(make_iterations(0).shard(Asked(loader, None, None))).tolist() == [0, 1, 2, 3]
 
 
 def guesses() -> Iterator[torch.Tensor]:
@@ -203,18 +200,18 @@ def guesses() -> Iterator[torch.Tensor]:
 
 @pytest.mark.parametrize("epochs", [1, None])
 def test_an_iterator_of_batches_is_one_training_epoch(epochs):
-    of_worker = [list(make_iterations(w).shard(iter(range(4, 9)), 2, epochs, never)) for w in range(2)]
+    of_worker = [list(make_iterations(w).shard(Asked(iter(range(4, 9)), 2, epochs))) for w in range(2)]
     assert [[x.tolist() for x in found] for found in of_worker] == [[[4, 5], [8]], [[6, 7]]]
     with pytest.raises(JobError, match="shard: epochs = 2: must be 1 with a range_iterator, which can be read only on"):
-        make_iterations().shard(iter(range(4)), 2, 2, never)
+        make_iterations().shard(Asked(iter(range(4)), 2, 2))
     with pytest.raises(TypeError, match="only reading tells"):
-        len(make_iterations().shard(guesses(), None, epochs, never))
+        len(make_iterations().shard(Asked(guesses(), None, epochs)))
 
 
 def test_a_run_resumes_in_an_iterator_with_the_numbers_that_it_would_have_drawn():
     def trained(iterations: Iterations, n: int) -> list[list[float]]:
         found = []
-        for x in itertools.islice(iterations.shard(guesses(), None, None, never, sharded=True), n):
+        for x in itertools.islice(iterations.shard(Asked(guesses(), None, None, sharded=True)), n):
             iterations.end()
             found.append(x.tolist())
         return found
@@ -228,7 +225,7 @@ def test_a_run_resumes_in_an_iterator_with_the_numbers_that_it_would_have_drawn(
 
 def test_a_small_data_set_is_an_error_and_not_an_empty_loader():
     with pytest.raises(JobError, match="batch_size = 23: must be 1 to 22"):
-        list(make_iterations().shard(DATA, 23, 1, never))
+        list(make_iterations().shard(Asked(DATA, 23, 1)))
 
 
 @pytest.mark.parametrize("sizes", [(0, 4), (4, 0)])
@@ -236,27 +233,28 @@ def test_a_batch_without_samples_is_refused(sizes):
     loader = DataLoader([torch.ones(size, 2) for size in sizes], batch_size=None)
     message = "shard: the first tensor of a batch has length 0: every batch must have a sample"
     with pytest.raises(JobError, match=f"^{message}$"):
-        list(make_iterations(workers=1).shard(loader, None, 1, never))
+        list(make_iterations(workers=1).shard(Asked(loader, None, 1)))
 
 
 def test_without_data_the_batches_are_empty_and_without_end():
-    loader = make_iterations().shard(None, 4, None, never)
+    loader = make_iterations().shard(Asked(None, 4, None))
     assert list(itertools.islice(loader, 30)) == [()] * 30
 
 
 def test_an_iteration_knows_its_batch_size():
     iterations = make_iterations()
-    next(iterations.shard(DATA, 4, 1, never))
+    next(iterations.shard(Asked(DATA, 4, 1)))
     assert iterations.batch_size == 4
     iterations.end()
-    next(iterations.shard(DATA, 5, 1, never))
+    next(iterations.shard(Asked(DATA, 5, 1)))
     assert iterations.batch_size == 5
 
 
 def test_batches_between_two_steps_are_one_iteration():
     times = iter([1.0, 1.5, 3.0, 3.25, 4.0, 6.0, 7.0, 7.0, 7.0, 9.0])
-    iterations = make_iterations(now=lambda: next(times))
-    loader = iterations.shard(DATA, 4, None, never)
+    over = False
+    iterations = make_iterations(now=lambda: next(times), stopped=lambda: over)
+    loader = iterations.shard(Asked(DATA, 4, None))
     next(loader)
     next(loader)
     assert (iterations.batch_size, iterations.end()) == (8, (1.0, 4.0))
@@ -266,22 +264,25 @@ def test_batches_between_two_steps_are_one_iteration():
     assert (iterations.load_s, iterations.computed_s) == (0.0, 1.0)
     next(loader)
     iterations.end()
-    assert iterations.drew_ahead, "at its first step"
+    over = True
+    assert iterations.left_over, "it drew ahead at its first step"
     resumed = make_iterations()
     resumed.restore(iterations.state())
-    assert samples(resumed.shard(DATA, 4, 2, never)) == expected(range(2))[3:]
+    assert samples(resumed.shard(Asked(DATA, 4, 2))) == expected(range(2))[3:]
     assert expected(range(2))[3:] != expected(range(2))[2:]
 
 
 def test_an_iteration_begins_when_its_batch_is_requested_and_ends_unpadded():
     times = iter([1.0, 1.5, 4.0, 6.0, 6.0, 9.0])
-    iterations = make_iterations(now=lambda: next(times))
-    loader = iterations.shard(DATA, 4, 1, never)
+    over = False
+    iterations = make_iterations(now=lambda: next(times), stopped=lambda: over)
+    loader = iterations.shard(Asked(DATA, 4, 1))
     next(loader)
     assert (iterations.end(), iterations.load_s, iterations.computed_s) == ((1.0, 4.0), 0.5, 2.5)
     next(loader)
     assert (iterations.end(), iterations.load_s, iterations.computed_s) == ((6.0, 9.0), 0.0, 3.0)
-    assert not iterations.drew_ahead
+    over = True
+    assert not iterations.left_over
 
 
 class Slow(torch.utils.data.Dataset):
@@ -309,7 +310,7 @@ def clock(monkeypatch) -> list[float]:
 @pytest.mark.parametrize(("computed_s", "slept_s"), [(0.2, 0.3), (0.5, 0.0), (2.0, 0.0)])
 def test_an_iteration_is_padded_up_to_its_time(clock, computed_s, slept_s):
     iterations = make_iterations(worker=1, compute={"model": "constant", "seconds": [9.0, 0.5]}, now=lambda: clock[0])
-    next(iterations.shard(DATA, 4, 1, never))
+    next(iterations.shard(Asked(DATA, 4, 1)))
     clock[0] += computed_s
     assert iterations.end() == (10.0, pytest.approx(10.0 + computed_s + slept_s))
 
@@ -318,7 +319,7 @@ def test_no_sleep_is_longer_than_the_system_takes(clock, monkeypatch):
     slept_s, sleep = [], time.sleep
     monkeypatch.setattr(time, "sleep", lambda seconds: (slept_s.append(seconds), sleep(seconds)))
     iterations = make_iterations(compute={"model": "constant", "seconds": 1e10}, now=lambda: clock[0])
-    next(iterations.shard(DATA, 4, 1, never))
+    next(iterations.shard(Asked(DATA, 4, 1)))
     assert iterations.end() == (10.0, pytest.approx(1e10 + 10.0))
     assert max(slept_s) < 9.2e9
 
@@ -326,7 +327,7 @@ def test_no_sleep_is_longer_than_the_system_takes(clock, monkeypatch):
 def test_loading_is_not_padded(clock):
     """The times of a device are those of computing."""
     iterations = make_iterations(compute={"model": "constant", "seconds": 0.5}, now=lambda: clock[0])
-    next(iterations.shard(Slow(0.25), 4, 1, never))
+    next(iterations.shard(Asked(Slow(0.25), 4, 1)))
     clock[0] += 0.125
     assert iterations.end() == (10.0, 11.5)
     assert (iterations.load_s, iterations.computed_s) == (1.0, 0.5)
@@ -337,7 +338,7 @@ def test_padding_leaves_time_for_calls(clock):
     calls = []
     compute = {"model": "constant", "seconds": 0.5}
     iterations = make_iterations(compute=compute, now=lambda: clock[0], while_padding=lambda: calls.append(clock[0]))
-    next(iterations.shard(DATA, 4, 1, never))
+    next(iterations.shard(Asked(DATA, 4, 1)))
     begin_s, end_s = iterations.end()
     assert end_s - begin_s == pytest.approx(0.5)
     assert len(calls) == pytest.approx(0.5 / CALL_S, abs=2)
@@ -345,7 +346,7 @@ def test_padding_leaves_time_for_calls(clock):
 
 def test_a_share_of_an_iteration_takes_that_share_of_its_time(clock):
     iterations = make_iterations(compute={"model": "constant", "seconds": 0.5}, now=lambda: clock[0])
-    loader = iterations.shard(DATA, 4, None, never)
+    loader = iterations.shard(Asked(DATA, 4, None))
     next(loader)
     for share in (0.25, 0.5):
         iterations.pad(share)
@@ -357,7 +358,7 @@ def test_a_share_of_an_iteration_takes_that_share_of_its_time(clock):
 
 def test_each_part_of_an_iteration_takes_its_share_of_the_time(clock):
     iterations = make_iterations(compute={"model": "constant", "seconds": 0.5}, now=lambda: clock[0])
-    loader = iterations.shard(DATA, 4, None, never)
+    loader = iterations.shard(Asked(DATA, 4, None))
     for begin_s in (10.0, 11.5):
         next(loader)
         for share in (0.25, 0.75):
@@ -414,7 +415,7 @@ def streamed() -> DataLoader:
 
 def trained(iterations: Iterations, loader: DataLoader, epochs: list[int]) -> Iterator[list[int]]:
     for n_epochs in epochs:
-        for batch in iterations.shard(loader, None, n_epochs, never):
+        for batch in iterations.shard(Asked(loader, None, n_epochs)):
             yield batch
             iterations.end()
 
@@ -506,7 +507,7 @@ def test_the_number_of_batches_is_known_where_workers_compute_with_those_of_othe
     for worker in range(3):
         iterations = separated(worker)
         iterations.skip(skipped)
-        batches = iterations.shard(DATA, 4, 2, never)
+        batches = iterations.shard(Asked(DATA, 4, 2))
         assert len(batches) == len([*batches])
 
 
@@ -518,7 +519,7 @@ def test_the_number_of_batches_after_an_epoch_that_the_loop_left_early():
     resumed.restore(states[2])
     lengths = []
     for _ in range(3):
-        left = resumed.shard(DATA, 4, 1, never)
+        left = resumed.shard(Asked(DATA, 4, 1))
         lengths.append(len(left))
         assert len([*left]) == lengths[-1]
     assert lengths[0] == 0 < lengths[1] < lengths[2]
@@ -533,7 +534,7 @@ def test_the_batch_size_of_a_loader_is_known():
 def test_allocated_batches_have_the_scripts_collate_fn():
     iterations = allocated(WORK)
     found = []
-    for batch in iterations.shard(shuffled(), None, 3, never):
+    for batch in iterations.shard(Asked(shuffled(), None, 3)):
         found.append(batch)
         iterations.end()
     assert found == [sequence(*work) for work in WORK[:-1]]
@@ -579,7 +580,7 @@ WORK = [(0, 3), (10, 5), (20, 4), (24, 1), (50, 2), (70, 9)]
 def test_batches_are_the_allocated_samples_of_the_epoch_in_which_they_begin():
     """The third extends over the end of the first training epoch; the last is of the fourth, which is not requested."""
     iterations = allocated(WORK)
-    found = [stepped(iterations, iterations.shard(DATA, 4, epochs, never)) for epochs in (1, 0, 1, 1)]
+    found = [stepped(iterations, iterations.shard(Asked(DATA, 4, epochs))) for epochs in (1, 0, 1, 1)]
     assert found == [
         [sequence(0, 3), sequence(10, 5), sequence(20, 4)],
         [],
@@ -587,13 +588,13 @@ def test_batches_are_the_allocated_samples_of_the_epoch_in_which_they_begin():
         [sequence(50, 2)],
     ]
     iterations = allocated(WORK)
-    assert stepped(iterations, iterations.shard(DATA, 4, 3, never)) == [sequence(*work) for work in WORK[:-1]]
+    assert stepped(iterations, iterations.shard(Asked(DATA, 4, 3))) == [sequence(*work) for work in WORK[:-1]]
 
 
 def test_allocated_samples_that_were_not_computed_come_again():
     iterations = allocated(WORK)
     for _ in range(2):
-        (x,) = next(iterations.shard(DATA, 4, None, never))
+        (x,) = next(iterations.shard(Asked(DATA, 4, None)))
         assert x.tolist() == sequence(0, 3)
 
 
@@ -601,7 +602,7 @@ def test_batches_of_another_size_take_another_time(clock):
     compute = {"model": "constant", "seconds": 0.5, "fixed_share": 0.2}
     iterations = allocated([(0, 4), (4, 8), (12, 1)], compute=compute, now=lambda: clock[0])
     took = []
-    for _ in zip(range(3), iterations.shard(DATA, 4, None, never), strict=False):
+    for _ in zip(range(3), iterations.shard(Asked(DATA, 4, None)), strict=False):
         begin_s, end_s = iterations.end()
         took.append(end_s - begin_s)
     assert took == pytest.approx([0.5, 0.5 * (0.2 + 0.8 * 2), 0.5 * (0.2 + 0.8 / 4)])
@@ -610,7 +611,7 @@ def test_batches_of_another_size_take_another_time(clock):
 def test_items_that_are_batches_take_the_time_of_a_batch(clock):
     compute = {"model": "constant", "seconds": 0.5}
     iterations, took = make_iterations(compute=compute, now=lambda: clock[0]), []
-    for _ in iterations.shard(DataLoader([torch.ones(6)] * 3 + [torch.ones(3)], batch_size=None), None, 1, never):
+    for _ in iterations.shard(Asked(DataLoader([torch.ones(6)] * 3 + [torch.ones(3)], batch_size=None), None, 1)):
         begin_s, end_s = iterations.end()
         took.append((iterations.batch_size, end_s - begin_s))
     assert took == [(6, pytest.approx(0.5))] * 2
@@ -618,7 +619,7 @@ def test_items_that_are_batches_take_the_time_of_a_batch(clock):
 
 def test_without_data_they_are_empty_and_have_their_sizes():
     iterations = allocated(WORK)
-    for (_, n_samples), batch in zip(WORK[:3], iterations.shard(None, 4, None, never), strict=False):
+    for (_, n_samples), batch in zip(WORK[:3], iterations.shard(Asked(None, 4, None)), strict=False):
         assert (batch, iterations.batch_size) == ((), n_samples)
         iterations.end()
 
@@ -635,7 +636,7 @@ def test_the_padding_follows_the_device(clock):
     ]
     iterations = make_iterations(compute={"model": "constant", "seconds": 0.5}, now=lambda: clock[0], events=events)
     took = []
-    for _ in itertools.islice(iterations.shard(DATA, 4, None, never), 5):
+    for _ in itertools.islice(iterations.shard(Asked(DATA, 4, None)), 5):
         clock[0] += 0.125
         begin_s, end_s = iterations.end()
         took.append(end_s - begin_s)
@@ -656,7 +657,7 @@ def test_loaders_end_when_the_worker_leaves(clock, when, compute):
         leave=lambda joins_s: bool(left.append(clock[0])),
     )
     seen = []
-    for batch in iterations.shard(DATA, 4, None, never):
+    for batch in iterations.shard(Asked(DATA, 4, None)):
         assert left == []
         seen.append(batch)
         clock[0] += 0.5
@@ -664,7 +665,7 @@ def test_loaders_end_when_the_worker_leaves(clock, when, compute):
     assert (len(seen), left) == (2, [11.0])
     with pytest.raises(JobError, match=r"step was called without a batch: the loop must run over sync.shard\(loader\)"):
         iterations.end()
-    assert list(iterations.shard(DATA, 4, 1, never)) == [], "every later loader too"
+    assert list(iterations.shard(Asked(DATA, 4, 1))) == [], "every later loader too"
 
 
 @pytest.mark.parametrize("over", [False, True], ids=["going-on", "over"])
@@ -680,7 +681,7 @@ def test_the_loader_continues_when_the_worker_joins_again(clock, over):
     events = [{"worker": 0, "change": change, "at_s": at_s} for change, at_s in (("leave", 11.0), ("join", 20.0))]
     iterations = make_iterations(now=lambda: clock[0], events=events, leave=leave)
     seen = []
-    for (x,) in iterations.shard(DATA, 4, 2, never):
+    for (x,) in iterations.shard(Asked(DATA, 4, 2)):
         seen.append(x.tolist())
         clock[0] += 0.5
         iterations.end()
@@ -692,7 +693,7 @@ def test_the_loader_continues_when_the_worker_joins_again(clock, over):
 def test_another_worker_stays(clock, when):
     events = [{"worker": 0, "change": "leave", **when}]
     iterations = make_iterations(worker=1, now=lambda: clock[0], events=events)
-    for _ in itertools.islice(iterations.shard(DATA, 4, None, never), 9):
+    for _ in itertools.islice(iterations.shard(Asked(DATA, 4, None)), 9):
         clock[0] += 0.5
         iterations.end()
     assert clock[0] == 14.5

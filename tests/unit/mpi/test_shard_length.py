@@ -54,7 +54,7 @@ def test_a_loop_has_as_many_batches_as_its_length(comm, only, folder, monkeypatc
     """The control: the length of the whole data set."""
     only(3)
     if forgets:
-        monkeypatch.setattr(Iterations, "_n_batches", lambda self, data, size, epochs, *_, **how: 11 * epochs)
+        monkeypatch.setattr(Iterations, "_n_batches", lambda self, asked, number: 11 * asked.epochs)
     lengths, counted = train(comm, folder / "a", paradigm)
     assert (lengths == counted) != forgets or (forgets and counted == [0, 0, 0])
     if comm.rank == 0 and paradigm in ("bsp", "asp", "ssp", "easgd", "k-sync") and not forgets:
