@@ -26,7 +26,7 @@ SCRATCH = 64_000_000  # elements: more than any cache holds
 def update_s(size: int) -> float:
     torch.set_num_threads(1)
     buffers, slots = (torch.zeros(n, row_size(size)) for n in (n_buffers(1), 1))
-    store = Store(buffers, slots, np.zeros(2, np.int64), Descent(OptimizerSpec("sgd", 0.1)), size)
+    store = Store(buffers, slots, np.zeros(2, np.int64), Descent(OptimizerSpec("sgd", 0.1).on_server), size)
     found, scratch = [], torch.zeros(SCRATCH)
     for _ in range(TIMES):
         slots.fill_(1.0)

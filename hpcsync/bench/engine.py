@@ -84,7 +84,9 @@ class _Unrecorded(RunRecorder[Coordinator]):
 
 def _serve(link: ServerChannel, optimizer: OptimizerSpec, weights: torch.Tensor) -> None:
     n_workers = link.roles.n_workers
-    shard = Shard(link, Descent(optimizer), weights, [Grant(worker, 1, local_steps=1) for worker in range(n_workers)])
+    shard = Shard(
+        link, Descent(optimizer.on_server), weights, [Grant(worker, 1, local_steps=1) for worker in range(n_workers)]
+    )
     with tempfile.TemporaryDirectory() as folder, TraceWriter(Path(folder) / "trace.h5", {}) as trace:
         coordinator = Coordinator(
             create("asp", n_workers), trace, n_workers=n_workers, lr=lambda *_: optimizer.lr, stop=Stop()

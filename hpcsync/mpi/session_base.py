@@ -39,7 +39,7 @@ from hpcsync.training import rng_state
 from hpcsync.training.buffers import Buffers, Calibrate
 from hpcsync.training.flat_model import FlatModel
 from hpcsync.training.gradient import Loss
-from hpcsync.training.optimizers import OptimizerFactory, OptimizerSpec
+from hpcsync.training.optimizers import OptimizerSpec
 from hpcsync.training.script_optimizers import ScriptOptimizers, parameters_of, same, unscale
 from hpcsync.workloads.registry import Evaluate
 
@@ -131,7 +131,7 @@ class RankSession(Session):
         self._tolerant = job.cluster.on_death == "continue"
         self._layers, self._model = layers, layers.model
         self._script: ScriptOptimizers | None = None
-        self._optimizer: OptimizerFactory
+        self._optimizer: OptimizerSpec | ScriptOptimizers
         if isinstance(given.optimizer, OptimizerSpec):
             self.flat = FlatModel(layers.trained)
             self._optimizer = given.optimizer

@@ -112,7 +112,7 @@ class OneReplica(_Trained):
         self._weights = torch.nn.Parameter(start.clone())
         self._slots = [torch.empty_like(start) for _ in range(job.cluster.workers)]
         self._compressed = compressed_mean(job, self._gradients.flat.parameters)
-        self._rule = Descent(OptimizerSpec.of_job(job))
+        self._rule = Descent(OptimizerSpec.of_job(job).on_server)
         self._rule.bind(self._weights)
         self.updates = [NullPeer() for _ in self._slots]
 
@@ -155,7 +155,7 @@ class Replicas(_Trained):
         self._weights = [start.clone() for _ in range(job.cluster.workers)]
         method = create_method(job)
         peer = PushSumPeer if method.push_sum else Peer
-        self.updates = [peer(weights, spec) for weights in self._weights]
+        self.updates = [peer(weights, spec.on_worker(weights)) for weights in self._weights]
         # One outer optimizer for all workers: theirs are equal.
         self._outer = None if method.outer is None else Outer(start, *method.outer)
 

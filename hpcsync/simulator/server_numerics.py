@@ -126,9 +126,9 @@ class Numerics:
         # Views, created once because creating them takes time.
         self._versions, self._slots = [list(rows[:, :size]) for rows in (buffers, slots)]
         self._versions[0].copy_(self._flat.weights)
-        rule = update_rules.of_job(job, spec)
+        rule = update_rules.of_job(job, spec.on_server)
         self._store = Store(buffers, slots, np.zeros(n_workers + 1, np.int64), rule, size)
-        self.contributions = contributions.in_turn(job, self._versions[0], spec)
+        self.contributions = contributions.in_turn(job, self._versions[0], spec.on_worker)
         self._copy = torch.empty_like(self._flat.weights)
         self._has_buffers = self._gradients.has_buffers
         self._buffers: dict[int, torch.Tensor] = {}  # worker -> its buffers as of its latest push

@@ -33,7 +33,7 @@ class _Half:
         self.model, self.flat = model, FlatModel(model)
         self.contexts = {worker: WorkerContext(model, job.seed, worker) for worker in workers}
         self._slots = {worker: torch.empty_like(self.flat.weights) for worker in workers}
-        self._rule = Descent(OptimizerSpec.of_job(job))
+        self._rule = Descent(OptimizerSpec.of_job(job).on_server)
         self._rule.bind(nn.Parameter(self.flat.weights))  # shares memory
 
     def contribute(self, worker: int, weight: float = 1.0) -> None:

@@ -23,8 +23,10 @@ from hpcsync.config.workloads import Timing
 from hpcsync.state import Stateful
 from hpcsync.training.flat_model import FlatModel, SquaredNorm
 from hpcsync.training.lr_schedule import worker_rate
-from hpcsync.training.optimizers import OptimizerFactory, WorkerOptimizer
+from hpcsync.training.optimizers import WorkerOptimizer
 from hpcsync.training.update_rules import towards
+
+OnWorker = Callable[[torch.Tensor], WorkerOptimizer]  # creates the optimizer of a worker's flat weights
 
 
 class Contribution(Stateful):
@@ -108,8 +110,8 @@ class LocalSteps(Contribution):
     ----------
     weights
         Weights of the worker, shape (size,), changed in place.
-    spec
-        The optimizer.
+    optimizer
+        Optimizer of these weights.
     rate
         Learning rate as a function of the worker's own samples and steps.
 
@@ -121,10 +123,10 @@ class LocalSteps(Contribution):
 
     state_types = {"_optimizer": WorkerOptimizer, "steps": int, "samples": int, "_lr": float}
 
-    def __init__(self, weights: torch.Tensor, spec: OptimizerFactory, rate: Callable[[int, int], float]) -> None:
+    def __init__(self, weights: torch.Tensor, optimizer: WorkerOptimizer, rate: Callable[[int, int], float]) -> None:
         super().__init__(weights, of_gradients=False)  # it pushes no gradient
         self.steps = self.samples = 0
-        self._optimizer = spec.on_worker(weights)
+        self._optimizer = optimizer
         self._rate = rate
         self._lr = 0.0  # of the last gradient
 
@@ -145,7 +147,7 @@ class Change(LocalSteps):
 
     Parameters
     ----------
-    weights, spec, rate
+    weights, optimizer, rate
         As for `LocalSteps`.
     vector
         Memory of the change, shape (size,).
@@ -154,9 +156,9 @@ class Change(LocalSteps):
     commits_rest = True
 
     def __init__(
-        self, weights: torch.Tensor, spec: OptimizerFactory, rate: Callable[[int, int], float], vector: torch.Tensor
+        self, weights: torch.Tensor, optimizer: WorkerOptimizer, rate: Callable[[int, int], float], vector: torch.Tensor
     ) -> None:
-        super().__init__(weights, spec, rate)
+        super().__init__(weights, optimizer, rate)
         self.vector = vector
         self._read = weights
 
@@ -182,7 +184,7 @@ class Position(LocalSteps):
 
     Parameters
     ----------
-    weights, spec, rate
+    weights, optimizer, rate
         As for `LocalSteps`.
     gradient
         Memory of the last gradient until the answer to a push, shape (size,); it may be where gradients are computed.
@@ -196,12 +198,12 @@ class Position(LocalSteps):
     def __init__(
         self,
         weights: torch.Tensor,
-        spec: OptimizerFactory,
+        optimizer: WorkerOptimizer,
         rate: Callable[[int, int], float],
         gradient: torch.Tensor,
         alpha: float,
     ) -> None:
-        super().__init__(weights, spec, rate)
+        super().__init__(weights, optimizer, rate)
         self._gradient = gradient
         self._alpha = alpha
 
@@ -231,34 +233,33 @@ class Position(LocalSteps):
             self._gradient.copy_(gradient)
 
 
-def on_rank(job: Job, flat: FlatModel, spec: OptimizerFactory) -> tuple[Contribution, torch.Tensor]:
-    """Return the contribution of a worker that has a model of its own, and the vector for the servers' weights."""
+def on_rank(job: Job, flat: FlatModel, create: OnWorker) -> tuple[Contribution, torch.Tensor]:
+    """Return the contribution of a worker that has a model of its own, and the vector for the servers' weights.
+
+    `create` creates its optimizer, if it has one.
+    """
     if not job.steps_on_workers:
         of_gradients = not isinstance(job.workload, Timing)
         return Contribution(flat.weights, flat.gradient, of_gradients=of_gradients), flat.weights
     read = torch.empty_like(flat.weights)
-    return _local(job, flat.weights, spec, lambda: torch.empty_like(read), lambda: flat.gradient), read
+    memory = torch.empty_like(read) if job.paradigm.contribution == "change" else flat.gradient
+    return _local(job, flat.weights, create, memory), read
 
 
-def in_turn(job: Job, weights: torch.Tensor, spec: OptimizerFactory) -> list[Contribution]:
+def in_turn(job: Job, weights: torch.Tensor, create: OnWorker) -> list[Contribution]:
     """Return the contributions of all workers that compute on one model in turn, from these initial weights."""
-    n_workers = job.cluster.workers
+    workers = range(job.cluster.workers)
     if not job.steps_on_workers:
-        return [Contribution(weights) for _ in range(n_workers)]
-    change = torch.empty_like(weights)  # of the worker whose turn it is
-    return [
-        _local(job, weights.clone(), spec, lambda: change, lambda: torch.empty_like(weights)) for _ in range(n_workers)
-    ]
-
-
-def _local(
-    job: Job,
-    weights: torch.Tensor,
-    spec: OptimizerFactory,
-    change: Callable[[], torch.Tensor],
-    gradient: Callable[[], torch.Tensor],
-) -> LocalSteps:
-    rate = worker_rate(job)
+        return [Contribution(weights) for _ in workers]
     if job.paradigm.contribution == "change":
-        return Change(weights, spec, rate, change())
-    return Position(weights, spec, rate, gradient(), job.paradigm.moving_rate(job.cluster.workers))
+        change = torch.empty_like(weights)  # of the worker whose turn it is
+        return [_local(job, weights.clone(), create, change) for _ in workers]
+    return [_local(job, weights.clone(), create, torch.empty_like(weights)) for _ in workers]
+
+
+def _local(job: Job, weights: torch.Tensor, create: OnWorker, memory: torch.Tensor) -> LocalSteps:
+    """Return the contribution of a worker that makes steps; it has its change, or its last gradient, in `memory`."""
+    optimizer, rate = create(weights), worker_rate(job)
+    if job.paradigm.contribution == "change":
+        return Change(weights, optimizer, rate, memory)
+    return Position(weights, optimizer, rate, memory, job.paradigm.moving_rate(job.cluster.workers))

@@ -15,7 +15,7 @@ import torch
 
 from hpcsync.state import Stateful
 from hpcsync.training.flat_model import DOT_SIZE
-from hpcsync.training.optimizers import OptimizerFactory, OptimizerSpec, OptimizerState, WorkerOptimizer
+from hpcsync.training.optimizers import OptimizerSpec, OptimizerState, WorkerOptimizer
 
 
 class Received(NamedTuple):
@@ -49,8 +49,8 @@ class Peer(Stateful):
     ----------
     weights
         The model's flat weights, shape (size,), at which gradients are taken and steps are made. Changed in place.
-    spec
-        The worker's optimizer.
+    optimizer
+        The worker's optimizer of these weights.
 
     Attributes
     ----------
@@ -68,11 +68,11 @@ class Peer(Stateful):
 
     state_types = {"_weights": torch.Tensor, "weight": float, "_optimizer": WorkerOptimizer}
 
-    def __init__(self, weights: torch.Tensor, spec: OptimizerFactory) -> None:
+    def __init__(self, weights: torch.Tensor, optimizer: WorkerOptimizer) -> None:
         self.n_bytes = weights.nbytes
         self.weight = 1.0
         self._weights = weights
-        self._optimizer = spec.on_worker(weights)
+        self._optimizer = optimizer
 
     def step(self, gradient: torch.Tensor, lr: float) -> None:
         """Make a local step with learning rate `lr` from the gradient at the weights, shape (size,)."""
@@ -128,7 +128,7 @@ class PushSumPeer(Peer):
 
     Parameters
     ----------
-    weights, spec
+    weights, optimizer
         See `Peer`.
     """
 

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -110,14 +110,6 @@ class OptimizerState(Stateful):
     def kept(self, kept: dict[int, dict[str, Any]]) -> None:
         groups = self._optimizer.state_dict()["param_groups"]
         self._optimizer.load_state_dict({"state": kept, "param_groups": groups})
-
-
-class OptimizerFactory(Protocol):
-    """What creates the optimizers of a run: a job's `OptimizerSpec`, or a script's optimizers."""
-
-    def on_worker(self, weights: torch.Tensor) -> WorkerOptimizer: ...  # noqa: D102
-
-    def on_server(self, weights: torch.nn.Parameter) -> ServerOptimizer: ...  # noqa: D102
 
 
 class WorkerOptimizer(Stateful, ABC):

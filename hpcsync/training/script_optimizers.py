@@ -261,36 +261,6 @@ class ScriptOptimizers:
         assert weights is self.flat.weights
         return OwnOptimizer(self)
 
-    def on_server(self, weights: torch.nn.Parameter) -> ServerOptimizer:
-        """Raise TypeError: a server has a shard, see `OfShard`."""
-        raise TypeError("optimizers of a script are created for a shard")
-
-
-class OfShard(NamedTuple):
-    """The optimizers of a script on one server.
-
-    Parameters
-    ----------
-    script
-        The optimizers.
-    shard
-        The server's slice of the flat vector.
-    reduce
-        Sums a number over all servers; they all call it at the same update.
-    """
-
-    script: ScriptOptimizers
-    shard: slice
-    reduce: Reduce = float
-
-    def on_server(self, weights: torch.nn.Parameter) -> PieceOptimizer:
-        """Return the optimizers of the row of weights that begins with the shard."""
-        return PieceOptimizer(self.script, weights, self.shard, self.reduce)
-
-    def on_worker(self, weights: torch.Tensor) -> OwnOptimizer:
-        """Return the optimizers as they step on a worker."""
-        return self.script.on_worker(weights)
-
 
 def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return the optimizer whose `step` that of a wrapper from Lightning Fabric or Accelerate calls."""
@@ -534,12 +504,14 @@ class PieceOptimizer(ServerOptimizer):
     shard
         Slice of the flat vector that the row begins with.
     reduce
-        See `OfShard`.
+        Sums a number over all servers; they all call it at the same update.
     """
 
     state_types = {"_options": list[list[float]], "_kept": list[dict[int, Any]], "_momentum": float}
 
-    def __init__(self, script: ScriptOptimizers, weights: torch.nn.Parameter, shard: slice, reduce: Reduce) -> None:
+    def __init__(
+        self, script: ScriptOptimizers, weights: torch.nn.Parameter, shard: slice, reduce: Reduce = float
+    ) -> None:
         self._script, self._weights, self._reduce, self._begin = script, weights, reduce, shard.start
         self._momentum = math.nan  # chosen by the paradigm
         self._pieces = list(_pieces(script.flat, shard))

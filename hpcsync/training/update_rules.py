@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, SupportsFloat
 
 import numpy as np
@@ -14,7 +14,9 @@ from hpcsync.config.job import Job
 from hpcsync.config.workloads import Timing
 from hpcsync.state import Stateful
 from hpcsync.training.flat_model import SquaredNorm
-from hpcsync.training.optimizers import OptimizerFactory, ServerOptimizer
+from hpcsync.training.optimizers import ServerOptimizer
+
+OnServer = Callable[[torch.nn.Parameter], ServerOptimizer]  # creates the optimizer of a server's row of weights
 
 EPSILON = 1e-7  # is added to a mean square before its root is taken
 
@@ -89,21 +91,21 @@ class Descent(Rule):
     Parameters
     ----------
     optimizer
-        The optimizer.
+        Creates the optimizer.
     measures
         Whether the norms of the mean gradients are measured.
     """
 
     state_types = {"_optimizer": ServerOptimizer}
 
-    def __init__(self, optimizer: OptimizerFactory, *, measures: bool = True) -> None:
-        self._spec = optimizer
+    def __init__(self, optimizer: OnServer, *, measures: bool = True) -> None:
+        self._create = optimizer
         self._measures = measures
 
     def bind(self, weights: torch.nn.Parameter) -> None:
         """Set the weights, and create their optimizer."""
         super().bind(weights)
-        self._optimizer = self._spec.on_server(weights)
+        self._optimizer = self._create(weights)
 
     def kept_pieces(self) -> list[Any]:
         """Return what the optimizer keeps."""
@@ -138,7 +140,7 @@ class DelayCompensated(Descent):
     Parameters
     ----------
     optimizer
-        Optimizer of the corrected gradients.
+        Creates the optimizer of the corrected gradients.
     strength
         Strength of the correction, above 0.
     decay
@@ -151,7 +153,7 @@ class DelayCompensated(Descent):
     state_types = {"_mean_squares": dict[int, torch.Tensor]}
 
     def __init__(
-        self, optimizer: OptimizerFactory, strength: float, decay: float | None = None, *, measures: bool = True
+        self, optimizer: OnServer, strength: float, decay: float | None = None, *, measures: bool = True
     ) -> None:
         super().__init__(optimizer, measures=measures)
         self._strength = strength
@@ -271,8 +273,8 @@ class DelayedNesterov(Rule):
         return math.nan
 
 
-def of_job(job: Job, optimizer: OptimizerFactory) -> Rule:
-    """Return the update rule of a job's servers; `optimizer` is used by rules that apply gradients."""
+def of_job(job: Job, optimizer: OnServer) -> Rule:
+    """Return the update rule of a job's servers; `optimizer` creates that of rules that apply gradients."""
     match job.paradigm.contribution:
         case "change":
             outer = job.paradigm.outer(job.cluster.workers)

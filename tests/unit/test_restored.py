@@ -49,7 +49,7 @@ from hpcsync.training.local_update import NullPeer, Outer, Peer
 from hpcsync.training.lr_schedule import EvaluationSchedule
 from hpcsync.training.optimizers import ELEMENTWISE, LocalOptimizer, OptimizerSpec
 from hpcsync.training.parameter_store import Store, row_size
-from hpcsync.training.script_optimizers import OfShard, OwnOptimizer, PieceOptimizer, ScriptOptimizers
+from hpcsync.training.script_optimizers import OwnOptimizer, PieceOptimizer, ScriptOptimizers
 from hpcsync.training.speed_models import predictor
 from hpcsync.training.update_rules import Commit, DelayCompensated, DelayedNesterov, Descent, Elastic
 from tests.unit.jobs import make_job
@@ -350,7 +350,7 @@ def play_script(own: Any, dice: random.Random, steps: int) -> list[Any]:
 
 def script_store() -> Store:
     made = script()
-    store = make_store(Descent(OfShard(made, slice(2, 22))))
+    store = make_store(Descent(lambda weights: PieceOptimizer(made, weights, slice(2, 22))))
     store._stated = np.zeros((2, made.n_stated))
     store.made = made
     return store
@@ -510,13 +510,21 @@ def cases() -> dict[str, Case]:
         )
     for name in ELEMENTWISE:
         found[f"optimizer {name}"] = lambda n=name: LocalOptimizer(torch.ones(20), OptimizerSpec(n, 0.1)), play_vectors
-        found[f"store {name}"] = lambda n=name: make_store(Descent(OptimizerSpec(n, 0.1))), play_store
+        found[f"store {name}"] = lambda n=name: make_store(Descent(OptimizerSpec(n, 0.1).on_server)), play_store
     nesterov = OptimizerSpec("sgd", 0.1, {"momentum": 0.9, "nesterov": True})
-    found["optimizer with look-ahead"] = lambda: LocalOptimizer(torch.ones(20), nesterov), play_vectors
-    found["store with momentum"] = lambda: make_store(Descent(nesterov)), play_store
+
+    def ahead() -> tuple[torch.Tensor, LocalOptimizer]:
+        weights = torch.ones(20)
+        return weights, LocalOptimizer(weights, nesterov)
+
+    found["optimizer with look-ahead"] = lambda: ahead()[1], play_vectors
+    found["store with momentum"] = lambda: make_store(Descent(nesterov.on_server)), play_store
     found["store of outer steps"] = lambda: make_store(DelayedNesterov(0.9, 3, 0.2)), play_store
     found["store of a centre"] = lambda: make_store(Elastic()), play_store
-    found["store that compensates"] = lambda: make_store(DelayCompensated(nesterov, 2.0, 0.9)), play_read_store
+    found["store that compensates"] = (
+        lambda: make_store(DelayCompensated(nesterov.on_server, 2.0, 0.9)),
+        play_read_store,
+    )
     found["store of commits"] = lambda: make_store(Commit()), play_store
     evaluated = job({"name": "allreduce"}, evaluation={"every_samples": 30})
     found["peer machine"] = (
@@ -525,9 +533,9 @@ def cases() -> dict[str, Case]:
     )
     found["worker"] = lambda: WorkerMachine(0, 8, Estimator(predictor("last", 1, 0), tell_fixed=True)), play_machine
     falling: Any = lambda samples, steps: 1 / (1 + samples + steps)  # noqa: E731
-    found["change"] = lambda: Change(torch.ones(20), nesterov, falling, torch.empty(20)), play_contribution
-    found["position"] = lambda: Position(torch.ones(20), nesterov, falling, torch.zeros(20), 0.3), play_contribution
-    found["peer"] = lambda: Peer(torch.ones(20), nesterov), play_vectors
+    found["change"] = lambda: Change(*ahead(), falling, torch.empty(20)), play_contribution
+    found["position"] = lambda: Position(*ahead(), falling, torch.zeros(20), 0.3), play_contribution
+    found["peer"] = lambda: Peer(*ahead()), play_vectors
     found["script on a worker"] = lambda: OwnOptimizer(script()), play_script
     found["script on a server"] = script_store, play_script_store
     found["outer"] = lambda: Outer(torch.ones(20), 0.7, 0.9), play_vectors

@@ -34,7 +34,7 @@ from hpcsync.training.flat_model import FlatModel, squared_norm
 from hpcsync.training.gradient import Loss
 from hpcsync.training.loading import Source
 from hpcsync.training.local_update import Outer, Peer, PushSumPeer, Received
-from hpcsync.training.optimizers import OptimizerFactory
+from hpcsync.training.optimizers import OptimizerSpec
 from hpcsync.training.script_optimizers import ScriptOptimizers
 
 
@@ -66,7 +66,7 @@ class Setup(NamedTuple):
     method: PeerMethod
     link: PeerChannel
     flat: FlatModel
-    optimizer: OptimizerFactory
+    optimizer: OptimizerSpec | ScriptOptimizers
     layers: Layers
     at_end_of_backward: Callable[[], None] | None = None
     division: BatchDivision | None = None
@@ -102,7 +102,8 @@ class Exchange(Transport, Stateful):
         self.wait_s = self.comm_s = 0.0
         self.gradients_sq = (math.nan, math.nan)
         self._measures = not isinstance(setup.job.workload, Timing)
-        self.peer = (PushSumPeer if setup.method.push_sum else Peer)(setup.flat.weights, setup.optimizer)
+        weights = setup.flat.weights
+        self.peer = (PushSumPeer if setup.method.push_sum else Peer)(weights, setup.optimizer.on_worker(weights))
         self.on_published: Callable[[], None] = lambda: None
         self._began_s = math.inf
 

@@ -20,8 +20,8 @@ from hpcsync.mpi.server.shard import Shard, follow
 from hpcsync.mpi.session_base import Given, RankSession
 from hpcsync.mpi.transport import messages
 from hpcsync.training import compressor, loading, update_rules
-from hpcsync.training.optimizers import OptimizerFactory
-from hpcsync.training.script_optimizers import OfShard
+from hpcsync.training.optimizers import OptimizerSpec, ServerOptimizer
+from hpcsync.training.script_optimizers import PieceOptimizer
 
 # What `loss`, `total / n`, `next(batches)`, `losses[-1]` and `max(losses)` raise after a loop without batches.
 OF_EMPTY_LOOPS = (NameError, ZeroDivisionError, StopIteration, IndexError, ValueError)
@@ -131,7 +131,7 @@ class FollowerSession(LinkedSession):
         n_present = self._link.comm.size - self._link.roles.n_servers
         self._shard = Shard(
             self._link,
-            update_rules.of_job(given.job, self._on_shard()),
+            update_rules.of_job(given.job, self._on_shard),
             self.flat.weights,
             [grant for grant in create_assignments(given.job).first if grant.worker < n_present],
             self._save_shard,
@@ -141,11 +141,11 @@ class FollowerSession(LinkedSession):
             self._link.buffers.restore(state["buffers"])
         self._has_served = False
 
-    def _on_shard(self) -> OptimizerFactory:
-        """Return the optimizer of this server's shard."""
-        if self._script is None:
-            return self._optimizer
-        return OfShard(self._script, self._link.shards[self.rank], self._link.sum_over_servers)
+    def _on_shard(self, weights: torch.nn.Parameter) -> ServerOptimizer:
+        """Return the optimizer of the row of weights that begins with this server's shard."""
+        if isinstance(self._optimizer, OptimizerSpec):
+            return self._optimizer.on_server(weights)
+        return PieceOptimizer(self._optimizer, weights, self._link.shards[self.rank], self._link.sum_over_servers)
 
     def _batches(self, asked: Asked) -> Batches:
         """Serve until the run is over; return no batches."""

@@ -251,7 +251,7 @@ class WorkerSession(LinkedSession):
         self._resumed = checkpoints.state(self._name)
         self.batches_before = batches_of(self._resumed)
         self._comes_back = checkpoints.resumed is not None and self._resumed is None  # was absent at the checkpoint
-        self._contribution, self._read = contributions.on_rank(job, self.flat, self._optimizer)
+        self._contribution, self._read = contributions.on_rank(job, self.flat, self._optimizer.on_worker)
         compression = self._link.compression
         self._engine = Worker(
             self._link,

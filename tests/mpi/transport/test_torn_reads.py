@@ -93,7 +93,7 @@ def torn_reads(comm, transport, *, until_torn: bool) -> int:
     comm.Barrier()
     if comm.rank == 0:
         first = [Grant(worker, 1) for worker in range(link.roles.n_workers)]
-        serve(link, Shard(link, Descent(OptimizerSpec("sgd", 1.0)), start, first))
+        serve(link, Shard(link, Descent(OptimizerSpec("sgd", 1.0).on_server), start, first))
     elif comm.rank == 1:
         Reader(link, 0).wait()  # what is sent must be received, or a later communicator may find it
     else:

@@ -38,7 +38,7 @@ class Server:
             rows[0, :size] = weights[shard]
             slots = torch.zeros(roles.n_workers, row_size(size), dtype=weights.dtype)
             self.slots.append(slots[:, :size])
-            self.stores.append(Store(rows, slots, done, Descent(spec), size))
+            self.stores.append(Store(rows, slots, done, Descent(spec.on_server), size))
 
     def put(self, worker: int, gradient: torch.Tensor) -> None:
         for slots, shard in zip(self.slots, self.shards, strict=True):

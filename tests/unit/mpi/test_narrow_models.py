@@ -45,7 +45,7 @@ def one_weight(value: float, lr: float = 0.0) -> tuple[torch.nn.Module, FlatMode
 
 def test_a_step_is_from_the_average(forgets):
     model, flat, script = one_weight(1.0)
-    peer = Peer(flat.weights, script)
+    peer = Peer(flat.weights, script.on_worker(flat.weights))
     peer.adopt(torch.tensor([3.0]))
     model.weight.grad = torch.ones_like(model.weight)
     peer.step(flat.gradient, 1.0)
@@ -54,7 +54,9 @@ def test_a_step_is_from_the_average(forgets):
 
 def test_a_step_is_from_where_the_worker_has_moved_to(forgets):
     model, flat, script = one_weight(1.0)
-    position = Position(flat.weights, script, lambda samples, steps: 1.0, flat.gradient, alpha=0.5)
+    position = Position(
+        flat.weights, script.on_worker(flat.weights), lambda samples, steps: 1.0, flat.gradient, alpha=0.5
+    )
     model.weight.grad = torch.ones_like(model.weight)
     position.step(flat.gradient, 4, 1.0, last=True)
     position.prepare()

@@ -37,7 +37,7 @@ def trained(tmp_path: Any, paradigm: dict[str, Any], workers: int, updates: int 
 
 
 def test_servers_of_changes_add_them_or_step_along_them():
-    spec = OptimizerSpec("sgd", 0.1)
+    spec = OptimizerSpec("sgd", 0.1).on_server
     assert type(of_job(make_job(paradigm={"name": "adsp"}), spec)) is Commit
     assert type(of_job(make_job(paradigm=diloco()), spec)) is DelayedNesterov
 

@@ -108,7 +108,7 @@ def test_compressed_gradients_are_corrected_as_the_servers_decode_them(tmp_path,
 
 
 def test_the_servers_run_the_rule_of_the_job():
-    spec = OptimizerSpec("sgd", 0.1)
+    spec = OptimizerSpec("sgd", 0.1).on_server
     assert type(of_job(make_job(paradigm={"name": "asp"}), spec)) is Descent
     assert type(of_job(make_job(paradigm={"name": "asp", "compensation": "constant"}), spec)) is DelayCompensated
     assert type(of_job(make_job(paradigm={"name": "asp", "compensation": "constant", "strength": 0}), spec)) is Descent

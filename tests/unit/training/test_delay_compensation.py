@@ -73,7 +73,7 @@ FORMS = pytest.mark.parametrize("form", RULES)
 
 
 def compensated(form):
-    return lambda: DelayCompensated(SGD, *RULES[form])
+    return lambda: DelayCompensated(SGD.on_server, *RULES[form])
 
 
 def schedule(n_workers, n_pushes=40, seed=1, size=SIZE):
@@ -109,7 +109,7 @@ def test_it_is_the_published_algorithm(form, n_workers):
     pushes = schedule(n_workers)
     expected = reference(form, n_workers, pushes)
     np.testing.assert_allclose(trained(form, n_workers, pushes).numpy(), expected, rtol=0, atol=1e-13)
-    without = trained(lambda: Descent(SGD), n_workers, pushes).numpy()
+    without = trained(lambda: Descent(SGD.on_server), n_workers, pushes).numpy()
     assert n_workers == 1 or np.abs(without - expected).max() > 1e-4
 
 
@@ -119,15 +119,15 @@ def test_it_is_the_published_algorithm(form, n_workers):
 @FORMS
 def test_without_delay_it_is_plain_descent_to_the_bit(form, optimizer):
     pushes = schedule(1)
-    rule = lambda: DelayCompensated(optimizer, *RULES[form])  # noqa: E731
-    assert torch.equal(trained(rule, 1, pushes), trained(lambda: Descent(optimizer), 1, pushes))
+    rule = lambda: DelayCompensated(optimizer.on_server, *RULES[form])  # noqa: E731
+    assert torch.equal(trained(rule, 1, pushes), trained(lambda: Descent(optimizer.on_server), 1, pushes))
 
 
 def test_on_a_parabola_it_is_the_gradient_at_the_present_weights():
     """Of h w^2 / 2 with strength h / g^2 the corrected gradient is h w, as if there had been no delay."""
     h, w, read = 3.0, torch.tensor([0.5], dtype=torch.float64), torch.tensor([2.0], dtype=torch.float64)
     gradient = h * read
-    rule = DelayCompensated(SGD, h / float(gradient) ** 2)
+    rule = DelayCompensated(SGD.on_server, h / float(gradient) ** 2)
     rule.bind(torch.nn.Parameter(w))
     rule.correct(0, gradient, read)
     assert float(gradient) == pytest.approx(h * float(w), rel=1e-15)
@@ -142,7 +142,7 @@ def test_each_worker_has_a_moving_average_of_its_own():
         def correct(self, worker, contribution, read):
             super().correct(0, contribution, read)
 
-    assert not torch.allclose(own, trained(lambda: Shared(SGD, *RULES["adaptive"]), 2, pushes))
+    assert not torch.allclose(own, trained(lambda: Shared(SGD.on_server, *RULES["adaptive"]), 2, pushes))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -232,7 +232,7 @@ def test_a_checkpoint_without_the_weights_that_were_read_shows(form):
 
 
 def test_a_plain_rule_keeps_nothing_for_workers_that_have_read():
-    servers = Servers(torch.zeros(SIZE), 2, lambda: Descent(SGD))
+    servers = Servers(torch.zeros(SIZE), 2, lambda: Descent(SGD.on_server))
     servers.read(0), servers.read(1)
     servers.push(1, torch.ones(SIZE))
     assert servers.stores[0].current == 0

@@ -23,7 +23,7 @@ def numbers(tensor: torch.Tensor) -> np.ndarray:
 
 
 def peer(weights: torch.Tensor, **options) -> Peer:
-    return Peer(weights, OptimizerSpec("sgd", 0.1, options))
+    return Peer(weights, OptimizerSpec("sgd", 0.1, options).on_worker(weights))
 
 
 # ---- steps ----

@@ -37,7 +37,7 @@ def make_store(weights: torch.Tensor, n_workers: int, optimizer: OptimizerSpec =
     slots = torch.zeros(n_workers, row_size(size), dtype=weights.dtype)
     slots[:, :size] = torch.nan
     done = np.zeros(n_workers + 1, np.int64)
-    return Store(rows, slots, done, Descent(optimizer), size), slots[:, :size], done
+    return Store(rows, slots, done, Descent(optimizer.on_server), size), slots[:, :size], done
 
 
 # ---- the bits do not depend on the shards ----
@@ -366,7 +366,7 @@ class Readers(RuleBasedStateMachine):
         self.store = self.store_class(self.buffers, self.slots, self.done, self.new_rule(), 2)
 
     def new_rule(self) -> Rule:
-        return Descent(SGD)
+        return Descent(SGD.on_server)
 
     def promise(self, reader: int, contributing: bool = False) -> None:
         _, serial = self.store.pin(reader, contributing)
@@ -544,7 +544,7 @@ class Corrections(Readers):
     """A worker's version must stay until its contribution has been used, which is only used while the worker lives."""
 
     def new_rule(self) -> Rule:
-        return Corrected(SGD)
+        return Corrected(SGD.on_server)
 
     def mortal(self) -> set[int]:
         return super().mortal() - self.in_slot.keys()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hpcsync.training.flat_model import FlatModel
-from hpcsync.training.script_optimizers import OfShard, ScriptOptimizers, _lay_out_kept, scaled_rates, unscale
+from hpcsync.training.script_optimizers import PieceOptimizer, ScriptOptimizers, _lay_out_kept, scaled_rates, unscale
 
 
 class Scale:
@@ -83,7 +83,7 @@ def test_what_servers_have_kept_is_laid_out_as_the_parameter(dtype):
     flat = FlatModel(model, list(model.parameters()))
     script = ScriptOptimizers([adam], flat)
     row = torch.nn.Parameter(flat.weights.clone())
-    kept = OfShard(script, slice(0, flat.size)).on_server(row).kept_pieces()
+    kept = PieceOptimizer(script, row, slice(0, flat.size)).kept_pieces()
     adam.state.clear()
     script.adopt(kept)
     found = adam.state[model.weight]["exp_avg"]

@@ -31,7 +31,7 @@ def drawn(position: torch.Tensor, centre: torch.Tensor, alpha: float) -> torch.T
 
 
 def test_servers_descend_or_hold_a_centre():
-    spec = OptimizerSpec("sgd", 0.1)
+    spec = OptimizerSpec("sgd", 0.1).on_server
     assert type(of_job(make_job(), spec)) is Descent
     assert type(of_job(make_job(paradigm={"name": "easgd"}), spec)) is Elastic
 
@@ -40,7 +40,7 @@ def test_servers_descend_or_hold_a_centre():
 @pytest.mark.parametrize(("workload", "known"), [(LINEAR, True), ({"name": "timing", "batch_size": 4}, False)])
 def test_norms_are_measured_where_gradients_are_computed(paradigm, workload, known):
     """One that is not finite is infinite, and can be told from one that is not measured."""
-    rule = of_job(make_job(workload=workload, paradigm=paradigm), OptimizerSpec("sgd", 0.1))
+    rule = of_job(make_job(workload=workload, paradigm=paradigm), OptimizerSpec("sgd", 0.1).on_server)
     rule.bind(torch.nn.Parameter(torch.ones(3)))
     gradients = torch.tensor([[2.0, 3.0, 6.0], [0.0, math.nan, 1.0]])
     norms = [float(rule.update([gradient], 0.1, [1.0], 1.0)) for gradient in gradients]
@@ -113,7 +113,7 @@ def test_a_position_without_weight_does_not_count():
 
 
 def descended(gradients: torch.Tensor, weights: list[float], divisor: float) -> torch.Tensor:
-    parameter, rule = torch.nn.Parameter(torch.zeros_like(gradients[0])), Descent(OptimizerSpec("sgd", 9.0))
+    parameter, rule = torch.nn.Parameter(torch.zeros_like(gradients[0])), Descent(OptimizerSpec("sgd", 9.0).on_server)
     rule.bind(parameter)
     rule.update(list(gradients.clone()), 1.0, weights, divisor)
     return parameter.data
@@ -341,7 +341,7 @@ def test_a_restored_rule_continues_with_the_same_bits():
 def test_the_momentum_may_change_between_updates():
     """The momentum buffer stays, and counts as far as the present momentum says."""
     spec, gradients = OptimizerSpec("sgd", 0.5, {"momentum": 0.9}), random(4, 3)
-    parameter, rule = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64)), Descent(spec)
+    parameter, rule = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64)), Descent(spec.on_server)
     rule.bind(parameter)
     expected, buffer = torch.zeros(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
     for gradient, momentum in zip(gradients, (0.9, 0.9, 0.25, 0.0), strict=True):
