@@ -75,7 +75,6 @@ class _Unrecorded(RunRecorder[Coordinator]):
 
     def __init__(self, coordinator: Coordinator, trace: TraceWriter) -> None:
         self.coordinator, self.trace = coordinator, trace
-        self.look_at = lambda info: None
 
     def chores(self, now_s: float, *, halted: bool) -> None:
         """Flush the trace."""

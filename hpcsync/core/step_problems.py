@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 
 import torch
@@ -136,7 +136,7 @@ class StepChecks:
         if not computed:
             return Problem.NO_GRADIENT
         if losses:
-            return Problem.NONE if all(map(math.isfinite, losses)) else Problem.LOSS_NOT_FINITE
+            return Problem.of_losses(*losses)
         finite = math.isfinite(squared_norm(gradient)) or bool(torch.isfinite(gradient).all())  # a tenth of the time
         return Problem.NONE if finite else Problem.GRADIENT_NOT_FINITE
 
@@ -169,14 +169,9 @@ def is_rare(n_before: int) -> bool:
     return n_before & (n_before - 1) == 0
 
 
-def loss_check(job: Job) -> Callable[[float], Problem]:
-    """Return what tells from its loss what is wrong with a step, in a job whose workload is trained by hpcsync.
-
-    Without arithmetic there is no loss, nor on convolution workers under layer separation.
-    """
-    if isinstance(job.workload, Timing) or job.paradigm.separates_layers:
-        return lambda loss: Problem.NONE
-    return lambda loss: Problem.NONE if math.isfinite(loss) else Problem.LOSS_NOT_FINITE
+def has_losses(job: Job) -> bool:
+    """Return whether every step has a loss: not without arithmetic, nor on convolution workers with separate layers."""
+    return not (isinstance(job.workload, Timing) or job.paradigm.separates_layers)
 
 
 class ProblemReport:

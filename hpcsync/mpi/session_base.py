@@ -25,7 +25,7 @@ from hpcsync.config.job import Job
 from hpcsync.config.user_code import of_user
 from hpcsync.core.iterations import Iterations
 from hpcsync.core.session import Session, WithoutBatch
-from hpcsync.core.step_problems import WRONG, StepChecks, loss_check
+from hpcsync.core.step_problems import WRONG, StepChecks, has_losses
 from hpcsync.mpi.collectives.model_parts import Layers
 from hpcsync.mpi.transport.ulfm import RankFailed, end_with, survivors, tolerable
 from hpcsync.mpi.transport.window_selection import WindowSelection
@@ -141,7 +141,7 @@ class RankSession(Session):
         self.flat.model = layers.model  # the forward pass calls the whole model
         self._buffers = Buffers(layers.model, job.evaluation.buffers)
         self._checks: StepChecks | None = None  # of a worker that runs a script
-        self._problem_of = loss_check(job)  # of a worker of a job
+        self._has_losses = has_losses(job)
         self._problem = Problem.NONE  # the worst since the last push
         self._all_skipped = True  # all steps since then
         self._iterations: Iterations  # of a worker
@@ -316,7 +316,7 @@ class RankSession(Session):
         self.flat.gather_gradient()
         self._stepped = True
         if complete:
-            found = self._problem_of(mean_loss)
+            found = Problem.of_losses(mean_loss) if self._has_losses else Problem.NONE
             if self._checks is not None:
                 stepping = 0 if self._script is None else self._script.stepping or 0
                 without_loss = self._job.paradigm.separates_layers and self.worker in self._job.takers

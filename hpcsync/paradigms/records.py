@@ -30,6 +30,11 @@ class Problem(IntEnum):
     MODEL_CHANGED = 5  # the model's parameters were moved, cast, replaced or added to since `connect`
     WEIGHTS_CHANGED = 6  # by the script, since they were read from the servers, whose weights replace them
 
+    @classmethod
+    def of_losses(cls, *losses: float) -> Problem:
+        """Return whether all of these losses are finite: NONE or LOSS_NOT_FINITE."""
+        return cls.NONE if all(map(math.isfinite, losses)) else cls.LOSS_NOT_FINITE
+
 
 UNUSED = frozenset(Problem) - {Problem.NONE, Problem.LOSS_NOT_FINITE, Problem.GRADIENT_NOT_FINITE}  # does not count
 

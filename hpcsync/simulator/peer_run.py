@@ -20,7 +20,7 @@ from hpcsync.core.peer_coordinator import PeerCoordinator
 from hpcsync.core.peer_machine import Computed, PeerMachine, create_method
 from hpcsync.core.straggler_detector import NoDetector
 from hpcsync.paradigms.peer_method import PENDING, Actions, ExchangeResult, Transport
-from hpcsync.paradigms.records import StepInfo
+from hpcsync.paradigms.records import Problem, StepInfo
 from hpcsync.simulator.peer_numerics import NullNumerics, Replicas
 from hpcsync.simulator.peer_transfers import Workers
 from hpcsync.simulator.run import Judged, Simulation, Watch
@@ -204,7 +204,8 @@ class PeerSimulation(Simulation, Transport):
         now_s, state = self._loop.now_s, self._workers[worker]
         computed = Computed(state.n_samples, state.begin_s, state.end_s, state.compute_s)
         wait_s, comm_s = state.waited_s + (state.exchange_s - state.end_s), now_s - state.exchange_s
-        problem, gradients_sq = self._problem_of(state.loss), (state.gradient_sq, self._numerics.mean_gradient_sq)
+        problem = Problem.of_losses(state.loss) if self._has_losses else Problem.NONE
+        gradients_sq = state.gradient_sq, self._numerics.mean_gradient_sq
         step_info = state.machine.step_info(
             result, computed, wait_s, comm_s, state.loss, problem=problem, gradients_sq=gradients_sq
         )

@@ -144,7 +144,8 @@ class Monitor:
             return  # its message was in transit when the worker was removed
         if kind == messages.StepInfoKind.STEPPED:
             self._coordinator.exchanged(now_s, exchanged)
-            self._recorder.look_at(exchanged)
+            if exchanged.problem:
+                self._recorder.look_at(exchanged)
         elif kind == messages.StepInfoKind.RATE:
             self._recorder.rate_changed(now_s, exchanged)
         elif kind == messages.StepInfoKind.ENDED:

@@ -98,7 +98,7 @@ class RunRecorder(Generic[C]):
             if given.evaluate is not None and (job.evaluation.every_samples or job.paradigm.requests_evaluations)
             else None
         )
-        self.look_at = ProblemReport(job.stop.on_nan).see  # called with every info; may raise to end the run
+        self.look_at = ProblemReport(job.stop.on_nan).see  # for an info with a problem; may end the run
         self._console = console()
         self._progress = None if rank_environment.is_viewed() else Progress(self._console, job.stop)
         places = [(rank, host) for rank, host, *_ in clocks[job.cluster.servers :]]

@@ -128,7 +128,8 @@ class Leader:
             self._carry_out(self._coordinator.pushed(now_s, push_info))
             if self._link.lends and self._coordinator.is_pending(push_info.worker):
                 self._command([CommandRecord(messages.CommandKind.ARRIVED, to(push_info.worker))])
-            self._recorder.look_at(push_info)
+            if push_info.problem:
+                self._recorder.look_at(push_info)
         elif kind == messages.InfoKind.RATE:
             self._recorder.rate_changed(now_s, push_info)
         elif kind == messages.InfoKind.LEFT:
