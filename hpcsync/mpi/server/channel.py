@@ -22,12 +22,11 @@ from hpcsync.mpi.transport.tensor_window import HOST, Transport
 from hpcsync.mpi.transport.ulfm import Deaths
 from hpcsync.mpi.transport.window import Window
 from hpcsync.mpi.transport.worker_state import WorkerStates
-from hpcsync.paradigms.records import PushInfo
+from hpcsync.paradigms.records import Grant, PushInfo
 from hpcsync.training.compressor import Compression
 from hpcsync.training.parameter_store import n_buffers, row_size
 
 OWN_ROWS_BYTES = 32 << 20  # within this size, every reader has a buffer of its own, and every worker a slot
-ALREADY_READ = -1  # instead of the buffer of a grant
 SHARED_ROWS = 4  # otherwise readers share so many buffers, and workers so many slots
 
 
@@ -209,6 +208,7 @@ class Reader:
         tag = messages.TAG_EVALUATION if reader == link.roles.evaluator else messages.TAG_GRANT
         self._inbox = link.inbox(tag, messages.COMMAND)
         self._early: list[CommandRecord] = []  # grants that arrived during `idle`
+        self._unread: list[CommandRecord] = []  # grants of weights that are to be read
         self._word = np.zeros(1, np.int64)
         self._reads_at_once = link.hides and len(link.shards) > 1
         self.granted_s = 0.0
@@ -219,8 +219,8 @@ class Reader:
         version: int | None = None,
         iteration: int | None = None,
         into: list[torch.Tensor] | None = None,
-    ) -> list[CommandRecord]:
-        """Wait for every server's grant of the next read.
+    ) -> Grant:
+        """Wait for every server's grant of the next read, and return it.
 
         Parameters
         ----------
@@ -231,30 +231,29 @@ class Reader:
             soon as its grant arrives: readers that kept one server's buffer while they waited for another server's
             could wait for each other.
 
-        Returns
-        -------
-        list of CommandRecord
-            One grant per server, in the order of the servers.
-
         Raises
         ------
         RuntimeError
             If the grants are for something else, or do not agree.
         """
-        if into is not None and self._reads_at_once:
-            grants = self._read_at_once(into)
-        else:
-            grants = [self._next() for _ in self._link.shards]
-            self.granted_s = self._link.clock.now()
-        grants.sort(key=attrgetter("server"))
-        first = grants[0].grant
+        grants: list[Grant] = []
+        for _ in self._link.shards:
+            record = self._next()
+            if not (grants and self._reads_at_once):
+                self.granted_s = self._link.clock.now()
+            grants.append(record.grant)
+            if record.grant.local_steps:
+                self._unread.append(record)
+                if into is not None and self._reads_at_once:
+                    self.read(into)
+        first = grants[0]
         due = first._replace(
             iteration=first.iteration if iteration is None else iteration,
             version=first.version if version is None else version,
         )
-        if any(record.grant[:3] != due[:3] or record.grant.local_steps != due.local_steps for record in grants):
+        if any(grant[:3] != due[:3] or grant.local_steps != due.local_steps for grant in grants):
             raise RuntimeError(f"{grants}: must be grants of (worker, iteration, version) = {due[:3]}")
-        return grants
+        return first
 
     def idle(self, until_s: float) -> bool:
         """Wait until `until_s`; return False as soon as a grant arrives before."""
@@ -290,26 +289,15 @@ class Reader:
             self._save(record.grant.version)
         return record
 
-    def _read_at_once(self, into: list[torch.Tensor]) -> list[CommandRecord]:
-        """Wait for every server's grant, and read each piece when it arrives, unless the grant ends the run."""
-        grants: list[CommandRecord] = []
-        while len(grants) < len(self._link.shards):
-            grant = self._next()
-            if not grants:
-                self.granted_s = self._link.clock.now()
-            if grant.grant.local_steps:
-                self.read([grant], into)
-                grant = grant._replace(buffer=ALREADY_READ)
-            grants.append(grant)
-        return grants
+    def read(self, into: list[torch.Tensor]) -> None:
+        """Copy the promised version into the `pieces` of a vector, as far as it has not been, and release the promises.
 
-    def read(self, grants: list[CommandRecord], into: list[torch.Tensor]) -> None:
-        """Copy the promised version into the `pieces` of a vector, and release the promises."""
-        link = self._link
-        grants = [grant for grant in grants if grant.buffer != ALREADY_READ]
-        for *_, server, buffer, _ in grants:
+        If servers may have no free buffer, `wait` has copied it.
+        """
+        link, unread, self._unread = self._link, self._unread, []
+        for *_, server, buffer, _ in unread:
             link.tensors.get(into[server], server, buffer * link.row_size(server))
-        for *_, server, _, serial in grants:
+        for *_, server, _, serial in unread:
             link.tensors.flush(server)
             self._word[0] = serial
             link.done.put(self._word, server, self._reader)

@@ -109,7 +109,8 @@ class Leader:
         """Read the current version into `into`, shape (size,), on behalf of the evaluator, which must be idle."""
         self._promise_evaluator()
         pieces = self._link.pieces(into)
-        reader.read(reader.wait(version=self._coordinator.version, into=pieces), pieces)
+        reader.wait(version=self._coordinator.version, into=pieces)
+        reader.read(pieces)
 
     def finish(self) -> None:
         """Notify every rank that the run is over."""

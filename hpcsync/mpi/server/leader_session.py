@@ -68,7 +68,8 @@ class LeaderSession(FollowerSession):
     def _read(self, version: int, into: torch.Tensor, buffers: Buffers) -> float:
         """Read a version for the evaluator; all servers have promised it, or are about to."""
         pieces = self._link.pieces(into)
-        self._reader.read(self._reader.wait(version=version, into=pieces), pieces)
+        self._reader.wait(version=version, into=pieces)
+        self._reader.read(pieces)
         buffers.adopt(self._latest)
         return math.nan
 

@@ -226,16 +226,15 @@ class Worker(Stateful):
         now, phases, machine = self._link.clock.now, self._link.phases, self.machine
         phases.enter(Phase.WAITING, iteration)
         machine.waits(now() if since_s is None else since_s)
-        promises = self._reader.wait(iteration=None if self.is_away else iteration, into=self._weights)
-        granted_s, grant = self._reader.granted_s, promises[0].grant
+        grant = self._reader.wait(iteration=None if self.is_away else iteration, into=self._weights)
         if self.is_away and grant.iteration not in (0, iteration or grant.iteration):
-            raise RuntimeError(f"{promises}: must be grants of iteration {iteration}, or the end of the run")
+            raise RuntimeError(f"{grant}: must be of iteration {iteration}, or the end of the run")
         self._finished = grant.iteration == 0
         if not machine.granted(grant):
             return
         phases.enter(Phase.READING)
-        self._reader.read(promises, self._weights)
-        machine.read(granted_s, now())
+        self._reader.read(self._weights)
+        machine.read(self._reader.granted_s, now())
         phases.enter(Phase.COMPUTING)
 
 

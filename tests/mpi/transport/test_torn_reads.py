@@ -65,12 +65,13 @@ def read(link: ServerChannel, found: Window, *, until_torn: bool) -> int:
     nothing = PushInfo(math.nan, worker)[2:]
     into = link.tensors.local.new_zeros(link.size)
     torn, deadline_s = 0, time.monotonic() + LIMIT_S
-    reader.read(reader.wait(), [into])
+    reader.wait()
+    reader.read([into])
     while reads > 0 or (until_torn and not found.fetch_add(torn, 0, 0) + torn and time.monotonic() < deadline_s):
         reports.send(0, (messages.InfoKind.PUSHED, worker, *nothing))
-        grants = reader.wait()
-        reader.read(grants, [into])
-        torn += not (into == grants[0].grant.version).all()
+        grant = reader.wait()
+        reader.read([into])
+        torn += not (into == grant.version).all()
         reads -= 1
     reports.send(0, (messages.InfoKind.LEFT, worker, *nothing))
     reports.free()
