@@ -55,7 +55,7 @@ class Rank0Session(PeerSession):
             self._machine.method.synchronous,
             self._signals.received,
             self._end_job,
-            recorder.saver(self._run_state, (), now_s),
+            recorder.saver(self._run_state, (), now_s, self._layers.dead),
             self._layers.dead,
         )
         self._monitor.start()

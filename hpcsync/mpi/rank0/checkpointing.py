@@ -37,6 +37,9 @@ class Checkpointer:
         Time at which this part of the run begins, in seconds.
     version
         Version of the weights at that time.
+    dead
+        Workers that died, now and later. What is deferred of them, which may come much later, is kept out of all
+        checkpoints: a run that resumes must not handle it.
 
     Attributes
     ----------
@@ -58,6 +61,7 @@ class Checkpointer:
         unheard: Iterable[Record],
         now_s: float,
         version: int,
+        dead: Collection[int],
     ) -> None:
         self.unheard = deque(unheard)
         self.holding = False
@@ -70,7 +74,7 @@ class Checkpointer:
         self._asked = False
         self._missing: set[int] | None = None  # ranks that have not saved yet; None before a checkpoint begins
         self._spoiled = False  # whether a rank died during the checkpoint
-        self._forgotten: set[int] = set()  # workers that died; their last messages may come much later
+        self._dead = dead
 
     def ask(self, *, suspending: bool) -> None:
         """Request a checkpoint as soon as possible; with `suspending` the run ends with it."""
@@ -124,10 +128,6 @@ class Checkpointer:
             self._missing.discard(rank)
             self._spoiled = True
 
-    def forget(self, worker: int) -> None:
-        """Keep the push infos of a worker that died out of all checkpoints: a run that resumes must not handle them."""
-        self._forgotten.add(worker)
-
     def commit_if_complete(self) -> bool:
         """Commit the checkpoint if all ranks have saved; return whether it was committed.
 
@@ -142,7 +142,7 @@ class Checkpointer:
             self.holding, self._missing, self._spoiled = False, None, False
             self.number -= 1
             return False
-        unheard = [record for record in self.unheard if record[1] not in self._forgotten]
+        unheard = [record for record in self.unheard if record[1] not in self._dead]
         self._checkpoints.write(self.number, RUN, {**self._run(), "unheard": unheard})
         self._checkpoints.commit(self.number)
         self.holding, self._missing = False, None

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -127,13 +127,13 @@ class RunRecorder(Generic[C]):
             self._log.close(status)
 
     def saver(
-        self, state: Callable[[], Mapping[str, Any]], unheard: Iterable[Any], now_s: float
+        self, state: Callable[[], Mapping[str, Any]], unheard: Iterable[Any], now_s: float, dead: Collection[int]
     ) -> Checkpointer | None:
         """Return the coordination of checkpoints from now on; None if the ranks share no folder."""
         checkpoints, settings = self._given.checkpoints, self._given.job.checkpoint
         if not checkpoints.shared:
             return None
-        return Checkpointer(checkpoints, settings, state, unheard, now_s, self.coordinator.version)
+        return Checkpointer(checkpoints, settings, state, unheard, now_s, self.coordinator.version, dead)
 
     def state(self, now_s: float, *, evaluated: bool = True) -> dict[str, Any]:
         """Return rank 0's state of the run for a checkpoint.

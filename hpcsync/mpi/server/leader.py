@@ -54,7 +54,7 @@ class Leader:
         self._saver = saver
         self._about_to_evaluate = about_to_evaluate
         self._seen = self._coordinator.version  # when an evaluation was last considered
-        self._dead: set[int] = set()  # workers that died
+        self._dead = shard.dead
         self._infos = link.inbox(messages.TAG_INFO, messages.PUSH_INFO)
         self._wanted = link.inbox(messages.TAG_SLOT, messages.SLOT) if link.lends else None
         self._norms = link.inbox(messages.TAG_NORM, messages.NORM) if link.roles.n_servers > 1 else None
@@ -209,9 +209,6 @@ class Leader:
                 ulfm.tell(rank)
 
     def _remove(self, worker: int) -> None:
-        self._dead.add(worker)
-        if self._saver is not None:
-            self._saver.forget(worker)
         self._command([CommandRecord(messages.CommandKind.DISCARD, to(worker))])
         if worker in self._coordinator.active:
             self._carry_out(self._coordinator.left(self._link.clock.now(), worker, Change.DIED))

@@ -45,7 +45,7 @@ class LeaderSession(FollowerSession):
 
     def _serve(self) -> None:
         recorder, clock = self._recorder, self._link.clock
-        saver = recorder.saver(lambda: recorder.state(clock.now()), self._unheard, clock.now())
+        saver = recorder.saver(lambda: recorder.state(clock.now()), self._unheard, clock.now(), self._shard.dead)
         about_to_evaluate = self._take_buffers if self._buffers.n_words else None
         leader = Leader(self._link, self._shard, recorder, saver, about_to_evaluate)
         switch_s = sys.getswitchinterval()

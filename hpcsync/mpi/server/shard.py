@@ -73,6 +73,8 @@ class Shard:
         The shard's weights.
     pool : SlotPool or None
         Slots of the workers; None if every worker has its own.
+    dead : set of int
+        Workers that died.
     finished : bool
         Whether FINISH has been carried out.
     gradient_sq : float
@@ -126,7 +128,7 @@ class Shard:
         self._reserved: dict[int, CommandRecord] = {}  # by worker: grants that the next update sends
         self._hidden: list[CommandRecord] = []  # grants of versions that are in private memory
         self._kept: list[int] = []  # workers whose contributions belong to the checkpoint that follows
-        self._dead: set[int] = set()
+        self.dead: set[int] = set()
         grants = link.outbox(messages.TAG_GRANT, messages.COMMAND)
         evaluation = link.outbox(messages.TAG_EVALUATION, messages.COMMAND)
         self._readers = [(grants, link.roles.rank_of(worker)) for worker in range(n_workers)]  # where their grants go
@@ -196,7 +198,7 @@ class Shard:
             assert self.pool is not None
             self.pool.arrived(worker)
         elif kind == messages.CommandKind.DISCARD:
-            self._dead.add(worker)
+            self.dead.add(worker)
             self._reserved.pop(worker, None)
             self._hidden = [record for record in self._hidden if record.grant.worker != worker]
             self.store.discard(worker)
@@ -208,7 +210,7 @@ class Shard:
             self._save(command.grant.version)
             self._kept.clear()
         else:
-            for worker in set(range(self._link.roles.n_workers)) - self._dead:
+            for worker in set(range(self._link.roles.n_workers)) - self.dead:
                 self._promise(command.grant._replace(worker=worker, version=self.store.version))
             self.finished = True
 

@@ -99,7 +99,7 @@ class Messages(RuleBasedStateMachine):
         self.suspended = False
         settings = Checkpoint(seconds=0, updates=EVERY)
         self.saver = self.saver_class(
-            self.folder, settings, lambda: {"server": self.server}, unheard, 0.0, self.server.updates
+            self.folder, settings, lambda: {"server": self.server}, unheard, 0.0, self.server.updates, self.removed
         )
 
     def those(self, doing: str) -> list[int]:
@@ -235,7 +235,6 @@ class Messages(RuleBasedStateMachine):
                 self.saver.lost(SERVERS + worker)
                 continue
             self.removed.add(worker)
-            self.saver.forget(worker)
             if worker in self.server.active:
                 self.go_on(self.server.handle(InfoKind.LEFT, worker))
 
@@ -332,8 +331,8 @@ class NeverGivesUp(Checkpointer):
 
 
 class ForgetsNobody(Checkpointer):
-    def forget(self, worker: int) -> None:
-        pass
+    def __init__(self, *of_the_run: Any) -> None:
+        super().__init__(*of_the_run[:-1], dead=())
 
 
 class LosesDeferred(Checkpointer):
@@ -345,8 +344,8 @@ class LosesDeferred(Checkpointer):
 
 
 class ResumesWithoutDeferred(Checkpointer):
-    def __init__(self, checkpoints, settings, run, unheard, now_s, version) -> None:
-        super().__init__(checkpoints, settings, run, (), now_s, version)
+    def __init__(self, checkpoints, settings, run, unheard, now_s, version, dead) -> None:
+        super().__init__(checkpoints, settings, run, (), now_s, version, dead)
 
 
 class UsesUpNumbers(Checkpointer):

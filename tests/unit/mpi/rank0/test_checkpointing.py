@@ -1,5 +1,6 @@
 """Checkpoints on rank 0 when a rank dies or the server is busy; the rest is tested on real ranks."""
 
+from collections.abc import Collection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,8 @@ from hpcsync.run_dir.checkpoint import RUN, Checkpoints, newest
 from tests.unit.run_states import run_state
 
 
-def make_saver(folder: Path) -> Checkpointer:
-    return Checkpointer(Checkpoints(folder, 2, None, True), Checkpoint(seconds=10), run_state, (), 0.0, 0)
+def make_saver(folder: Path, dead: Collection[int] = ()) -> Checkpointer:
+    return Checkpointer(Checkpoints(folder, 2, None, True), Checkpoint(seconds=10), run_state, (), 0.0, 0, dead)
 
 
 def test_a_death_before_saving_continues_the_run_and_requests_another_checkpoint(tmp_path):
@@ -76,7 +77,8 @@ def test_a_death_while_saving_abandons_this_checkpoint_only(tmp_path):
 
 def test_a_push_of_a_worker_that_died_during_a_checkpoint_is_not_in_the_next(tmp_path):
     """A resumed run, in which that worker joins again, would handle it before the worker takes part."""
-    saver = make_saver(tmp_path)
+    dead: set[int] = set()
+    saver = make_saver(tmp_path, dead)
     saver.hold_if_due(11.0, 5)
     for worker in (0, 1):
         assert saver.keeps_back((InfoKind.PUSHED, worker))
@@ -84,7 +86,7 @@ def test_a_push_of_a_worker_that_died_during_a_checkpoint_is_not_in_the_next(tmp
     saver.saved(2)
     saver.lost(1)
     assert not saver.commit_if_complete() and not saver.holding
-    saver.forget(0)
+    dead.add(0)
     saver.hold_if_due(11.1, 5)
     number = saver.begin([2])
     saver.saved(2)
