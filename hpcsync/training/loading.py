@@ -191,97 +191,62 @@ class Ordered(Source):
         )
 
 
-# ---- data with indices, in the order of the script's sampler ----
-
-
-class Drawn(Source):
-    """Batches whose indices come from a sampler of the script.
-
-    Parameters
-    ----------
-    sampler
-        Sampler of batches, or of single items that are batches; the same on all workers.
-    part
-        Part of the worker.
-    load
-        Loads batches, each given by what the sampler yields.
-    batch_size
-        Samples of a batch; 0 if it is not known.
-    stream
-        Seed of the generators from which the sampler draws, but for the training epoch.
-    """
-
-    def __init__(
-        self, sampler: Iterable[Any], part: Part, load: Load, batch_size: int, stream: tuple[int, ...]
-    ) -> None:
-        self._sampler, self._part, self._load, self.batch_size = sampler, part, load, batch_size
-        self._stream = stream
-        self._n_drawn = 0
-
-    def _draw(self, epoch: int) -> Iterator[Any]:
-        self._n_drawn = 0
-        for batch in with_generators(self._sampler, *self._stream, epoch):
-            self._n_drawn += 1
-            yield batch
-
-    def read(self, epoch: int, skip: int = 0) -> Iterator[Batch]:
-        """Yield the worker's batches of a training epoch, without the first `skip` ones."""
-        worker, n_workers = self._part.worker, self._part.n_workers
-        return self._load(islice(self._draw(epoch), worker + skip * n_workers, None, n_workers), epoch)
-
-    def pass_over(self, epoch: int) -> None:
-        """Draw the batches, because the sampler may have a generator of its own."""
-        for _ in self._draw(epoch):
-            pass
-
-    def counted(self) -> int:
-        """Return the number of the worker's batches in the training epoch that has been read to its end."""
-        return self._part.of(self._n_drawn)
-
-    def ended(self) -> str | None:
-        """Return which workers use a batch more than the others."""
-        return self._part.uneven(self._n_drawn)
-
-
-# ---- data without indices ----
+# ---- data in the order of the script ----
 
 
 class Read(Source):
-    """Data that are read from the beginning.
+    """Data that are read from the beginning, or loaded by the indices that a sampler of the script draws.
 
     Parameters
     ----------
     read
-        Returns an iterator over all batches of a training epoch.
+        Returns an iterator over all batches of a training epoch, or over what the sampler yields: batches of indices,
+        or single items that are batches, the same on all workers.
     part
         Part of the worker.
     batch_size
         Samples of a batch; 0 if it is not known.
+    load
+        Loads batches, each given by what the sampler yields; None without a sampler.
     sharded
         True if the data of other workers are others.
     """
 
-    def __init__(self, read: Callable[[int], Iterator[Batch]], part: Part, batch_size: int, *, sharded: bool) -> None:
-        self._read, self._part, self.batch_size, self._sharded = read, part, batch_size, sharded
+    def __init__(
+        self,
+        read: Callable[[int], Iterator[Any]],
+        part: Part,
+        batch_size: int,
+        load: Load | None = None,
+        *,
+        sharded: bool = False,
+    ) -> None:
+        self._read, self._part, self.batch_size, self._load, self._sharded = read, part, batch_size, load, sharded
         self._n_read = 0
 
-    def _count(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+    def _count(self, batches: Iterable[T]) -> Iterator[T]:
         self._n_read = 0
         for batch in batches:
             self._n_read += 1
             yield batch
 
     def read(self, epoch: int, skip: int = 0) -> Iterator[Batch]:
-        """Yield the worker's batches of a training epoch; the first `skip` ones are read, but not used."""
+        """Yield the worker's batches of a training epoch; the first `skip` ones are read or drawn, but not used."""
         worker, n_workers = self._part.worker, self._part.n_workers
-        return islice(self._count(self._read(epoch)), worker + skip * n_workers, None, n_workers)
+        own = islice(self._count(self._read(epoch)), worker + skip * n_workers, None, n_workers)
+        return own if self._load is None else self._load(own, epoch)
+
+    def pass_over(self, epoch: int) -> None:
+        """Let the sampler draw, because it may have a generator of its own."""
+        for _ in () if self._load is None else self._read(epoch):
+            pass
 
     def counted(self) -> int:
         """Return the number of the worker's batches in the training epoch that has been read to its end."""
         return self._part.of(self._n_read)
 
     def ended(self) -> str | None:
-        """Return that workers do not end together."""
+        """Return which workers use a batch more than the others, or that workers do not end together."""
         if self._sharded:
             return f"worker 0's data ended after {self._n_read} batches; those of others may end earlier or later"
         return self._part.uneven(self._n_read)
@@ -384,7 +349,8 @@ def source(
     if is_iterable:
         return Read(partial(_read, loader, stream), part, _batch_size(data), sharded=sharded)
     if not _is_default(data):
-        return Drawn(data.sampler if batches is None else batches, part, loader.load, _batch_size(data), stream)
+        sampler = data.sampler if batches is None else batches
+        return Read(lambda epoch: with_generators(sampler, *stream, epoch), part, _batch_size(data), loader.load)
     _refuse_too_large(data.batch_size or 1, len(data.dataset), at_once=at_once)
     return Ordered(
         len(data.dataset),
