@@ -17,7 +17,7 @@ from hpcsync.core.step_problems import ProblemReport, StepChecks
 from hpcsync.paradigms.records import PushInfo
 from hpcsync.training.buffers import Buffers, Calibrate
 from hpcsync.training.lr_schedule import EvaluationSchedule, learning_rate
-from hpcsync.training.script_optimizers import parameters_of, scaled_rates, unscale
+from hpcsync.training.script_optimizers import parameters_of, replace_step, scaled_rates, unscale
 from hpcsync.workloads.registry import Evaluate, aimed
 
 
@@ -59,11 +59,7 @@ class LocalSession(Session):
         self._optimizers = optimizers
         self._checks = StepChecks(model, optimizers)
         self._report = ProblemReport(job.stop.on_nan)
-        self._taken = [optimizer.__dict__.get("step") for optimizer in optimizers]
-        for optimizer in optimizers:
-            step = partial(self._optimizer_step, optimizer, optimizer.step)
-            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # what a scheduler looks for
-            optimizer.step = step  # type: ignore[method-assign]
+        self._give_back = [replace_step(each, partial(self._optimizer_step, each, each.step)) for each in optimizers]
         self._evaluate = None if evaluate is None else aimed(evaluate, job.stop.target_accuracy)
         self._calibrate = calibrate
         self._evaluating_s = 0.0  # not training time
@@ -143,10 +139,8 @@ class LocalSession(Session):
     ) -> None:
         """Recompute the model's statistics, if asked for; there is no other process to wait for."""
         self._entered = False
-        for optimizer, step in zip(self._optimizers, self._taken, strict=True):
-            del optimizer.step
-            if step is not None:
-                optimizer.step = step  # type: ignore[method-assign]
+        for give_back in self._give_back:
+            give_back()
         self._checks.ended()
         if error is None and self._calibrate is not None:
             self._calibrate(self._model)

@@ -40,7 +40,7 @@ from hpcsync.training.buffers import Buffers, Calibrate
 from hpcsync.training.flat_model import FlatModel
 from hpcsync.training.gradient import Loss
 from hpcsync.training.optimizers import OptimizerSpec
-from hpcsync.training.script_optimizers import ScriptOptimizers, parameters_of, same, unscale
+from hpcsync.training.script_optimizers import ScriptOptimizers, parameters_of, replace_step, same, unscale
 from hpcsync.workloads.registry import Evaluate
 
 FAREWELL_S = 3.0  # time that a failed rank gives rank 0 to close the trace before it ends the job
@@ -131,6 +131,7 @@ class RankSession(Session):
         self._tolerant = job.cluster.on_death == "continue"
         self._layers, self._model = layers, layers.model
         self._script: ScriptOptimizers | None = None
+        self._taken = contextlib.ExitStack()  # gives back the steps of its optimizers
         self._optimizer: OptimizerSpec | ScriptOptimizers
         if isinstance(given.optimizer, OptimizerSpec):
             self.flat = FlatModel(layers.trained)
@@ -167,25 +168,22 @@ class RankSession(Session):
     def take_over(self) -> None:
         """Let the `step` of the script's optimizers be that of the session, until its end."""
         assert self._script is not None
-        self._hooks_of_optimizers: list[torch.utils.hooks.RemovableHandle] = []
         self._trained = {id(p) for p in self.flat.parameters}
         if self.worker is not None:
             self._checks = StepChecks(self._model, self._script.optimizers, self.flat)
-            self._hooks_of_optimizers.append(register_optimizer_step_pre_hook(self._before_step_of_any))
-            self._hooks_of_optimizers.append(register_optimizer_step_post_hook(self._after_step_of_any))
+            self._taken.callback(register_optimizer_step_pre_hook(self._before_step_of_any).remove)
+            self._taken.callback(register_optimizer_step_post_hook(self._after_step_of_any).remove)
             self._weights_were_read()
         self._said_where_state_is = False
-        self._taken = [optimizer.__dict__.get("step") for optimizer in self._script.optimizers]
         for index, optimizer in enumerate(self._script.optimizers):
-            step = self._step_of(index, optimizer)
-            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # what a scheduler looks for
-            optimizer.step = step  # type: ignore[method-assign]
+            self._taken.callback(replace_step(optimizer, self._step_of(index, optimizer)))
             if self.worker is None or self.batches_before:  # it steps later than a scheduler, or never
                 optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler looks for
             optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # a GradScaler leaves it to `step`
+            self._taken.callback(delattr, optimizer, "_step_supports_amp_scaling")
             if self._steps_on_servers:
-                self._hooks_of_optimizers.append(optimizer.register_state_dict_pre_hook(self._on_state_dict))
-                self._hooks_of_optimizers.append(optimizer.register_load_state_dict_pre_hook(self._on_load_state_dict))
+                self._taken.callback(optimizer.register_state_dict_pre_hook(self._on_state_dict).remove)
+                self._taken.callback(optimizer.register_load_state_dict_pre_hook(self._on_load_state_dict).remove)
 
     @property
     def _steps_on_servers(self) -> bool:
@@ -364,13 +362,7 @@ class RankSession(Session):
         self._entered = False
         self._heed_signals()
         sys.excepthook = self._excepthook
-        if self._script is not None:
-            for hook in self._hooks_of_optimizers:
-                hook.remove()
-            for optimizer, step in zip(self._script.optimizers, self._taken, strict=True):
-                del optimizer.step, optimizer._step_supports_amp_scaling  # type: ignore[attr-defined]
-                if step is not None:
-                    optimizer.step = step  # type: ignore[method-assign]
+        self._taken.close()
 
     @abstractmethod
     def _part(self) -> None:

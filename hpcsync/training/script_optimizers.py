@@ -269,6 +269,20 @@ def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return unwrapped(inner) if packages & WRAPPERS and isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
+def replace_step(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> Callable[[], None]:
+    """Let this be the `step` of an optimizer; return what gives it back its own."""
+    own = optimizer.__dict__.get("step")
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # what a scheduler looks for
+    optimizer.step = step  # type: ignore[method-assign]
+
+    def give_back() -> None:
+        del optimizer.step
+        if own is not None:
+            optimizer.step = own  # type: ignore[method-assign]
+
+    return give_back
+
+
 def holds_another(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if an optimizer has another one, whose parameters a copy of it would step, too."""
     return any(isinstance(value, torch.optim.Optimizer) for value in vars(optimizer).values())
