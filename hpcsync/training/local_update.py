@@ -118,9 +118,10 @@ class Peer(Stateful):
         return self.shown()
 
     def absorb(self, received: Received, *, drew_itself: bool) -> None:
-        """Set the weights to the mean of them and the received models; of two of them if the worker drew itself."""
+        """Set the weights to the mean of them and the received models; they count twice if the worker drew itself."""
+        own = 2 if drew_itself else 1
         with self.exchanging() as x:
-            absorb(x, received.total, received.count, drew_itself=drew_itself)
+            x.mul_(own).add_(received.total).div_(own + received.count)
 
 
 class PushSumPeer(Peer):
@@ -229,24 +230,6 @@ def mix(x: torch.Tensor, other: torch.Tensor, beta: float = 0.5) -> None:
         x.add_(other).mul_(0.5)
     else:
         x.lerp_(other, beta)
-
-
-def absorb(x: torch.Tensor, total: torch.Tensor, count: int, *, drew_itself: bool) -> None:
-    """Replace x by the mean of x and `count` received models.
-
-    Parameters
-    ----------
-    x
-        The worker's model, shape (size,).
-    total
-        Sum of the received models, shape (size,).
-    count
-        Number of received models.
-    drew_itself
-        True if the worker drew itself as its peer; x then counts twice.
-    """
-    own = 2 if drew_itself else 1
-    x.mul_(own).add_(total).div_(own + count)
 
 
 class Mean:

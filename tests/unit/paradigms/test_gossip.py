@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from hpcsync.paradigms.gossip import BLOCK, TOPOLOGIES, PeerSelection
-from hpcsync.training.local_update import absorb, mix
+from hpcsync.training.local_update import Peer, Received, mix
+from hpcsync.training.optimizers import OptimizerSpec
 from tests.unit.jobs import make_job
 
 SELVES = [("complete", True), ("complete", False), ("ring", True), ("ring", False), ("exponential", False)]
@@ -197,8 +198,9 @@ def pushed(peers: PeerSelection, models: torch.Tensor, round: int) -> torch.Tens
     drawn = [peers.drawn(worker, round) for worker in range(peers.n_workers)]
     for worker in range(peers.n_workers):
         others = [k for k, target in enumerate(drawn) if target == worker != k]
-        total = models[others].sum(0)
-        absorb(after[worker], total, len(others), drew_itself=drawn[worker] == worker)
+        peer = Peer(after[worker], OptimizerSpec("sgd", 0.1).on_worker(after[worker]))
+        received = Received(models[others].sum(0), len(others), len(others))
+        peer.absorb(received, drew_itself=drawn[worker] == worker)
     return after
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hpcsync.training import local_update
-from hpcsync.training.local_update import Mean, Outer, Peer, absorb, mix
+from hpcsync.training.local_update import Mean, Outer, Peer, Received, mix
 from hpcsync.training.optimizers import LocalOptimizer, OptimizerSpec
 
 SIZE = 7
@@ -188,7 +188,7 @@ def test_a_part_of_each(beta):
 def test_the_mean_of_received_models(count, drew_itself, own):
     x, *come = vectors(1 + count)
     expected = np.mean([numbers(model) for model in [x] * own + come], 0)
-    absorb(x, torch.stack(come).sum(0), count, drew_itself=drew_itself)
+    peer(x).absorb(Received(torch.stack(come).sum(0), count, count), drew_itself=drew_itself)
     np.testing.assert_allclose(numbers(x), expected, rtol=1e-12)
 
 
@@ -196,7 +196,7 @@ def test_the_mean_of_received_models(count, drew_itself, own):
 def test_nothing_pushed_here_changes_nothing(drew_itself):
     x = vectors(1, dtype=torch.float32)[0]
     before = x.clone()
-    absorb(x, torch.zeros_like(x), 0, drew_itself=drew_itself)
+    peer(x).absorb(Received(torch.zeros_like(x), 0, 0.0), drew_itself=drew_itself)
     assert torch.equal(x, before)
 
 
