@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
 
-from hpcsync.core.straggler_detector import LOOK_S, Straggler, StragglerDetector
+from hpcsync.core.coordinator import Coordinator
+from hpcsync.core.peer_coordinator import PeerCoordinator
+from hpcsync.core.straggler_detector import LOOK_S, Straggler
 from hpcsync.mpi.transport.worker_state import WorkerStates
 from hpcsync.trace.schema import Phase
 from hpcsync.trace.writer import TraceWriter
@@ -15,27 +16,13 @@ MANY = 8  # at most so many workers are listed
 NAMES = {int(phase): phase.name.lower() for phase in Phase}
 
 
-class Watched(Protocol):
-    """State of the run that straggler detection needs."""
-
-    stalls: StragglerDetector
-
-    @property
-    def done(self) -> Sequence[int]:
-        """Number of iterations that each worker has finished."""
-
-    @property
-    def blocked(self) -> Mapping[int, float] | None:
-        """Workers known to be blocked, and since when in seconds; None without servers, where phases tell."""
-
-
 class StragglerReport:
     """Straggler reports on the standard error and in the trace.
 
     Parameters
     ----------
     run
-        State of the run.
+        Coordinator of the run.
     phases
         Activities of the workers.
     trace
@@ -47,7 +34,12 @@ class StragglerReport:
     """
 
     def __init__(
-        self, run: Watched, phases: WorkerStates, trace: TraceWriter, places: Sequence[tuple[int, str]], bound: str
+        self,
+        run: Coordinator | PeerCoordinator,
+        phases: WorkerStates,
+        trace: TraceWriter,
+        places: Sequence[tuple[int, str]],
+        bound: str,
     ) -> None:
         self._run = run
         self._phases = phases
@@ -64,7 +56,7 @@ class StragglerReport:
         self._looked_s = now_s
         iterations, phases = self.seen()
         blocked = self._run.blocked
-        if blocked is None:
+        if blocked is None:  # without servers, where phases tell
             running = self._run.stalls.running
             blocked = self._see_waiting(now_s, {w: iterations[w] for w in running if phases[w] == Phase.WAITING})
             if len(blocked) == len(running):  # those ahead wait for those behind; without these the communication hangs
