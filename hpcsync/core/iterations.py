@@ -108,8 +108,7 @@ class Iterations(Stateful):
         self._said: set[str] = set()
         self._begin_s: float | None = None  # begin of the iteration under way
         self._device_s = 0.0  # seconds that the device takes to compute its batches so far
-        self._resumed_s: float | None = None  # begin of the part of the computation under way
-        self._in_parts = False
+        self._resumed_s: float | None = None  # begin of the latest part of a computation that is made in parts
         self._device = device(job, worker)
 
     def shard(self, asked: Asked) -> Batches:
@@ -238,7 +237,7 @@ class Iterations(Stateful):
 
     def _begin(self, begin_s: float) -> None:
         self._begin_s = begin_s
-        self._in_parts, self.computed_s, self.load_s, self._device_s = False, 0.0, 0.0, 0.0
+        self._resumed_s, self.computed_s, self.load_s, self._device_s = None, 0.0, 0.0, 0.0
 
     def _discard(self) -> None:
         """Leave out the batches of the iteration under way."""
@@ -291,7 +290,7 @@ class Iterations(Stateful):
 
     def resume(self) -> None:
         """Begin a part of the computation, in an iteration that is computed in parts and waits between them."""
-        self._resumed_s, self._in_parts = self._now(), True
+        self._resumed_s = self._now()
 
     def rest(self, share: float) -> None:
         """End the part: wait until it has taken this share of the device's time of the iteration."""
@@ -312,13 +311,14 @@ class Iterations(Stateful):
         WithoutBatch
             If no iteration has begun.
         """
-        self.pad(0.0 if self._in_parts else share)
+        in_parts = self._resumed_s is not None
+        self.pad(0.0 if in_parts else share)
         assert self._begin_s is not None
         begin_s, self._begin_s = self._begin_s, None
         self._drew_ahead = self._drew_ahead or len(self._drawn) > 1
         self._count_drawn()
         end_s = self._now()
-        if not self._in_parts:
+        if not in_parts:
             self.computed_s = max(0.0, end_s - begin_s - self.load_s)
         return begin_s, end_s
 

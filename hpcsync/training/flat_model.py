@@ -114,6 +114,8 @@ class FlatModel:
         1-D tensors of `size` elements, in the order of `parameters`.
     size
         Number of elements.
+    parameters
+        The parameters, in the order of the vectors.
     spans
         Slice of the vectors for each parameter.
 
@@ -125,47 +127,42 @@ class FlatModel:
 
     def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter] | None = None) -> None:
         self.model = model
-        self._parameters = trainable(model) if parameters is None else list(parameters)
-        dtype = flat_dtype(self._parameters)
-        ends = list(itertools.accumulate(p.numel() for p in self._parameters))
-        self.spans = [slice(end - p.numel(), end) for end, p in zip(ends, self._parameters, strict=True)]
+        self.parameters = trainable(model) if parameters is None else list(parameters)
+        dtype = flat_dtype(self.parameters)
+        ends = list(itertools.accumulate(p.numel() for p in self.parameters))
+        self.spans = [slice(end - p.numel(), end) for end, p in zip(ends, self.parameters, strict=True)]
         self.size = ends[-1]
-        self.weights = torch.empty(self.size, dtype=dtype, device=self._parameters[0].device)
+        self.weights = torch.empty(self.size, dtype=dtype, device=self.parameters[0].device)
         self.gradient = torch.zeros_like(self.weights)
         self._weight_views = self._views(self.weights)
         self._gradient_views = self._views(self.gradient)
-        self._copied = [index for index, p in enumerate(self._parameters) if p.dtype != dtype]
-        self._kinds = [(p.dtype, p.device) for p in self._parameters]
-        for weights, parameter in zip(self._weight_views, self._parameters, strict=True):
+        self._copied = [index for index, p in enumerate(self.parameters) if p.dtype != dtype]
+        self._kinds = [(p.dtype, p.device) for p in self.parameters]
+        for weights, parameter in zip(self._weight_views, self.parameters, strict=True):
             weights.copy_(parameter.detach())
-        for index in set(range(len(self._parameters))) - set(self._copied):
-            self._parameters[index].data = self._weight_views[index]
+        for index in set(range(len(self.parameters))) - set(self._copied):
+            self.parameters[index].data = self._weight_views[index]
         if parameters is None:
             self.zero_gradient()
 
-    @property
-    def parameters(self) -> Sequence[nn.Parameter]:
-        """The parameters, in the order of the vectors."""
-        return self._parameters
-
     def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        return [flat[span].view(p.shape) for span, p in zip(self.spans, self._parameters, strict=True)]
+        return [flat[span].view(p.shape) for span, p in zip(self.spans, self.parameters, strict=True)]
 
     def spread(self) -> None:
         """Make the parameters equal to `weights`, which have changed."""
         for index in self._copied:
-            self._parameters[index].data.copy_(self._weight_views[index])
+            self.parameters[index].data.copy_(self._weight_views[index])
 
     def collect(self) -> None:
         """Make `weights` equal to the parameters, which have changed."""
         for index in self._copied:
-            self._weight_views[index].copy_(self._parameters[index].data)
+            self._weight_views[index].copy_(self.parameters[index].data)
 
     def is_detached(self) -> bool:
         """Return True if a parameter is no longer what it was made: it was moved, cast, or given other memory."""
         kinds, views = self._kinds, self._weight_views
         copied = set(self._copied)
-        for index, (parameter, kind, view) in enumerate(zip(self._parameters, kinds, views, strict=True)):
+        for index, (parameter, kind, view) in enumerate(zip(self.parameters, kinds, views, strict=True)):
             if (parameter.dtype, parameter.device) != kind:
                 return True
             if index not in copied and parameter.data_ptr() != view.data_ptr():
@@ -175,7 +172,7 @@ class FlatModel:
     def zero_gradient(self) -> None:
         """Zero the gradient and keep the views, which `zero_grad(set_to_none=True)` would drop."""
         self.gradient.zero_()
-        for parameter, view in zip(self._parameters, self._gradient_views, strict=True):
+        for parameter, view in zip(self.parameters, self._gradient_views, strict=True):
             parameter.grad = view if parameter.dtype == view.dtype else None
 
     def drop_gradient(self) -> None:
@@ -184,7 +181,7 @@ class FlatModel:
         Autograd then stores the tensors it has computed, and gathering copies them: two passes over memory fewer than
         zeroing the views and adding to them.
         """
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             parameter.grad = None
 
     def gather_gradient(self) -> None:
@@ -193,12 +190,12 @@ class FlatModel:
         This is free when autograd wrote into the views, as it does unless `parameter.grad` was replaced; a replaced
         gradient is copied and the view restored. Where a parameter has no gradient it is zero, and stays None.
         """
-        for index in range(len(self._parameters)):
+        for index in range(len(self.parameters)):
             self.gather(index)
 
     def gather(self, index: int) -> None:
         """Do what `gather_gradient` does for one of `parameters`."""
-        parameter, view = self._parameters[index], self._gradient_views[index]
+        parameter, view = self.parameters[index], self._gradient_views[index]
         if parameter.grad is view:
             return
         if parameter.grad is None:
@@ -211,7 +208,7 @@ class FlatModel:
 
     def return_gradient(self, present: Sequence[bool]) -> None:
         """Give the parameters for which `present` is true their gradients, which were changed in `gradient`."""
-        for parameter, view, changed in zip(self._parameters, self._gradient_views, present, strict=True):
+        for parameter, view, changed in zip(self.parameters, self._gradient_views, present, strict=True):
             if changed:
                 same = parameter.dtype == view.dtype
                 parameter.grad = view if same else laid_out_as(parameter, view, parameter.dtype)
@@ -221,6 +218,6 @@ class FlatModel:
         self.gather_gradient()
         before, self.gradient = self._gradient_views, buffer.copy_(self.gradient)
         self._gradient_views = self._views(self.gradient)
-        for parameter, old, view in zip(self._parameters, before, self._gradient_views, strict=True):
+        for parameter, old, view in zip(self.parameters, before, self._gradient_views, strict=True):
             if parameter.grad is old:
                 parameter.grad = view

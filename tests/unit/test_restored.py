@@ -562,7 +562,7 @@ PASSING |= {
     "computed_s",
     "_skip_by",
     "_n_loaders",
-    "_in_parts",
+    "_resumed_s",
     "_now",
 }
 
