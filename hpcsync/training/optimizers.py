@@ -158,10 +158,6 @@ class ServerOptimizer(Stateful, ABC):
     def follow(self, stated: Sequence[np.ndarray]) -> None:
         """Prepare the next step as the contributors' scripts have stated it; without scripts nothing is stated."""
 
-    def kept_pieces(self) -> list[Any]:
-        """Return what is kept for pieces of a script's parameters; nothing without a script."""
-        return []
-
 
 # ---- steps of one flat parameter ----
 

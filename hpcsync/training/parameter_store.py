@@ -251,10 +251,6 @@ class Store(Stateful):
         self.version += 1
         return gradient_sq
 
-    def kept_pieces(self) -> list[Any]:
-        """Return what the rule's optimizers keep for pieces of a script's parameters."""
-        return self._rule.kept_pieces()
-
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint.
 

@@ -214,7 +214,7 @@ class ScriptOptimizers:
 
         Raises
         ------
-        ValueError
+        JobError
             If there are more shards than pieces.
         """
         places = sorted(set(self._places()) - {0, self.flat.size})
@@ -222,7 +222,8 @@ class ScriptOptimizers:
             whole = (
                 "" if self._elementwise else f" for {type(self.optimizers[0]).__name__}, which needs whole parameters"
             )
-            raise ValueError(f"must be at most {len(places) + 1}{whole}: the model has no more pieces")
+            must = f"must be at most {len(places) + 1}{whole}: the model has no more pieces"
+            raise JobError(f"cluster.servers = {n_shards}: {must}")
         cuts, at = [0], 0
         for shard in range(1, n_shards):
             last = len(places) - (n_shards - 1 - shard)  # leave a place for each of the other cuts

@@ -76,10 +76,6 @@ class Rule(Stateful, ABC):
     def follow(self, stated: Sequence[np.ndarray]) -> None:
         """Prepare the next update as its contributors have stated it (`training.script_optimizers`)."""
 
-    def kept_pieces(self) -> list[Any]:
-        """Return what the rule's optimizer keeps for pieces of a script's parameters; nothing without a script."""
-        return []
-
     def set_momentum(self, momentum: float) -> None:
         """Change the momentum of the rule's optimizer. Raises TypeError if the rule has none."""
         raise TypeError(f"{type(self).__name__} has no momentum")
@@ -106,10 +102,6 @@ class Descent(Rule):
         """Set the weights, and create their optimizer."""
         super().bind(weights)
         self._optimizer = self._create(weights)
-
-    def kept_pieces(self) -> list[Any]:
-        """Return what the optimizer keeps."""
-        return self._optimizer.kept_pieces()
 
     def follow(self, stated: Sequence[np.ndarray]) -> None:
         """Pass on what the contributors' scripts have stated."""

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from hpcsync.config.errors import JobError
 from hpcsync.core.assignments import create_assignments
 from hpcsync.core.roles import Roles
 from hpcsync.core.session import Asked, Batches, WithoutBatch
@@ -69,18 +68,12 @@ class LinkedSession(RankSession):
             compression=compressor.of_job(job, self.flat.parameters, weights.dtype),
             begin_s=begin_s,
             tolerant=self._tolerant,
-            shards=self._cuts(roles.n_servers),
+            shards=None if self._script is None else self._script.cuts(roles.n_servers),
             n_stated=0 if self._script is None or job.steps_on_workers else self._script.n_stated,
             buffer_words=self._buffers.n_words,
         )
         self._clocks = self._link.clock.rows(self._link.comm)  # for the trace, on server 0
-
-    def _cuts(self, n_servers: int) -> list[slice] | None:
-        """Return the shards of a script's parameters."""
-        try:
-            return None if self._script is None else self._script.cuts(n_servers)
-        except ValueError as error:
-            raise JobError(f"cluster.servers = {n_servers}: {error}") from None
+        self._pieces: PieceOptimizer | None = None  # a script's optimizers, on a server
 
     def _report_failure(self) -> None:
         self._link.say(messages.InfoKind.FAILED)
@@ -106,17 +99,13 @@ class LinkedSession(RankSession):
         """
         if self._script is None or self._job.steps_on_workers:
             return
-        own = self._kept_pieces()
+        own = [] if self._pieces is None else self._pieces.kept_pieces()
         for server in range(self._link.roles.n_servers):
             for i in range(comm.bcast(len(own), server)):  # one by one: together they may be too large for a message
                 self._script.adopt([comm.bcast(own[i] if comm.rank == server else None, server)])
         stated = comm.bcast(self._script.step_to_make().numbers, comm.size - 1)  # the last rank is a worker
         if self.worker is None:
             self._script.set_numbers(stated)
-
-    def _kept_pieces(self) -> list[Any]:
-        """Return what this server's optimizers have kept; on a worker nothing."""
-        return []
 
 
 class FollowerSession(LinkedSession):
@@ -145,7 +134,9 @@ class FollowerSession(LinkedSession):
         """Return the optimizer of the row of weights that begins with this server's shard."""
         if isinstance(self._optimizer, OptimizerSpec):
             return self._optimizer.on_server(weights)
-        return PieceOptimizer(self._optimizer, weights, self._link.shards[self.rank], self._link.sum_over_servers)
+        shard, reduce = self._link.shards[self.rank], self._link.sum_over_servers
+        self._pieces = PieceOptimizer(self._optimizer, weights, shard, reduce)
+        return self._pieces
 
     def _batches(self, asked: Asked) -> Batches:
         """Serve until the run is over; return no batches."""
@@ -158,9 +149,6 @@ class FollowerSession(LinkedSession):
     def _step(self, loss: torch.Tensor | float | None) -> None:
         """Raise WithoutBatch: a server does not train."""
         raise WithoutBatch
-
-    def _kept_pieces(self) -> list[Any]:
-        return self._shard.store.kept_pieces()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if self._has_served and error is not None:
