@@ -15,7 +15,7 @@ from hpcsync.mpi.transport.clock import Clock
 from hpcsync.mpi.transport.messages import Inbox, Outbox
 from hpcsync.mpi.transport.published_replica import PublishedReplica
 from hpcsync.mpi.transport.tensor_window import HOST, Transport
-from hpcsync.mpi.transport.ulfm import Deaths, survivors
+from hpcsync.mpi.transport.ulfm import Deaths
 from hpcsync.mpi.transport.worker_state import WorkerStates
 from hpcsync.paradigms.records import StepInfo
 from hpcsync.training.buffers import WORD_BYTES
@@ -63,7 +63,6 @@ class PeerChannel:
         self.transport = transport
         self.deaths = Deaths(self.comm, tolerated=tolerant)
         self.died: list[int] = []  # workers, until the session removes them from its exchange
-        self._tolerant = tolerant
         self.backoff = Backoff(self.comm, passive=transport.passive, deaths=self.deaths)
         extra = buffer_words * WORD_BYTES // dtype.itemsize
         self.published = PublishedReplica(self.comm, size, dtype, transport, extra=extra, peers_read=peers_read)
@@ -163,10 +162,6 @@ class PeerChannel:
     def wait_for_all(self) -> None:
         """Wait until rank 0 reports that every rank has ended."""
         self._poll_until(lambda: self.all_ended)
-
-    def survivors_backoff(self) -> Backoff:
-        """Return a Backoff whose barrier is over all surviving ranks; collective over them."""
-        return Backoff(survivors(self.comm)) if self._tolerant else self.backoff
 
     # ---- rank 0's monitor, in a thread of its own ----
 

@@ -58,6 +58,8 @@ class Rank0Session(PeerSession):
             recorder.saver(self._run_state, (), now_s, self._layers.dead),
             self._layers.dead,
         )
+        lockstep = self._machine.lockstep
+        self._exchange.on_published = lambda: self._monitor.evaluate(lockstep.updates, lockstep.samples)
         self._monitor.start()
         recorder.begin()
 
@@ -75,9 +77,6 @@ class Rank0Session(PeerSession):
 
     def _describe(self, attributes: Mapping[str, int]) -> None:
         self._monitor.describe(attributes)
-
-    def _on_published(self) -> None:
-        self._monitor.evaluate(self._machine.lockstep.updates, self._machine.lockstep.samples)
 
     def _allocated(self, allocated: Sequence[Allocated]) -> None:
         self._monitor.allocated(self._machine.iteration, allocated)

@@ -25,7 +25,9 @@ from hpcsync.mpi.peer.pairs import Pairing
 from hpcsync.mpi.peer.stanza import StanzaExchange
 from hpcsync.mpi.session_base import Given, RankSession, batches_of
 from hpcsync.mpi.transport import cuda, messages
+from hpcsync.mpi.transport.backoff import Backoff
 from hpcsync.mpi.transport.progress_engine import choose
+from hpcsync.mpi.transport.ulfm import survivors
 from hpcsync.paradigms.peer_method import ExchangeResult
 from hpcsync.paradigms.stanza import StanzaOptions
 from hpcsync.planning.batch_allocation import Allocated, Estimate
@@ -86,7 +88,6 @@ class PeerSession(RankSession):
                 job, method, self._link, self.flat, self._optimizer, self._layers, self._end_of_backward, self._division
             )
         )
-        self._exchange.on_published = self._on_published
         self._machine = PeerMachine(job, self.worker, method, self._exchange.peer, self._exchange)
         if self._resumed is not None:
             self._exchange.restore(self._resumed["exchange"])
@@ -263,9 +264,6 @@ class PeerSession(RankSession):
     def _allocated(self, allocated: Sequence[Allocated]) -> None:
         """Record batch sizes that all workers have agreed on; on rank 0 only."""
 
-    def _on_published(self) -> None:
-        """Handle that all workers have published their weights of the same iteration; on rank 0 only."""
-
     # ---- checkpoints ----
 
     @property
@@ -322,7 +320,7 @@ class PeerSession(RankSession):
         self._link.send_status(messages.StepInfoKind.SETTLED)
         while not self._exchange.publish(self._machine.serial + 1):
             time.sleep(1e-3)  # the evaluation is still reading earlier weights
-        backoff = self._link.survivors_backoff()
+        backoff = Backoff(survivors(self._link.comm)) if self._tolerant else self._link.backoff
         backoff.barrier()
         self._finish_training()
         backoff.barrier()
