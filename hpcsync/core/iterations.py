@@ -145,7 +145,8 @@ class Iterations(Stateful):
             If the data cannot be used, or a batch is empty.
         """
         if self.under_way and not self.in_loop and self._unused():  # the loop before was left with its last batch
-            self._discard()
+            self._begin_s = None
+            self._count_drawn()
         data, epochs = asked.dataset, self._epochs_of(number, asked.epochs)
         if self._first_by[number] < 0:
             self._first_by[number] = self._training_epochs
@@ -238,11 +239,6 @@ class Iterations(Stateful):
     def _begin(self, begin_s: float) -> None:
         self._begin_s = begin_s
         self._resumed_s, self.computed_s, self.load_s, self._device_s = None, 0.0, 0.0, 0.0
-
-    def _discard(self) -> None:
-        """Leave out the batches of the iteration under way."""
-        self._begin_s = None
-        self._count_drawn()
 
     def _count_drawn(self) -> None:
         self._used += len(self._drawn)

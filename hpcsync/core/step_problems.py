@@ -198,18 +198,14 @@ class ProblemReport:
         if info.problem <= Problem.SKIPPED:
             return
         problem = Problem(info.problem)
-        line = describe(info, problem)
+        version = f", version {info.version_read}" if isinstance(info, PushInfo) else ""  # on servers
+        what = {**NOT_FINITE, **WRONG}[problem]
+        line = f"worker {info.worker}, iteration {info.iteration}{version}: {what}"
         if problem in WRONG or self._stops:
             raise JobError(line)
         if problem not in self._said:
             self._said.add(problem)
             print(f'hpcsync: {line}; stop.on_nan = "stop" would end the run', file=sys.stderr, flush=True)
-
-
-def describe(info: PushInfo | StepInfo, problem: Problem) -> str:
-    """Return the problem in words, with its worker, iteration and, on servers, version."""
-    version = f", version {info.version_read}" if isinstance(info, PushInfo) else ""
-    return f"worker {info.worker}, iteration {info.iteration}{version}: {({**NOT_FINITE, **WRONG})[problem]}"
 
 
 def unequal_steps(job: Job, done: Sequence[int]) -> str:

@@ -161,7 +161,11 @@ class WorkerMachine(Stateful):
             gradient_sq=gradient_sq,
         )
         self.n_steps = 0
-        return push_info if self.estimator is None else with_prediction(push_info, self.estimator)
+        if self.estimator is None:
+            return push_info
+        n, iteration_s, comm_s = push_info.local_steps, push_info.iteration_s, push_info.comm_s
+        fixed_s, sample_s = self.estimator.observe(push_info.batch_size // n, iteration_s / n, comm_s / n)
+        return push_info._replace(predicted_fixed_s=fixed_s, predicted_sample_s=sample_s)
 
     # ---- what follows from them ----
 
@@ -175,10 +179,3 @@ class WorkerMachine(Stateful):
         """First sample of the next local step in the run's sequence, and number of its samples, if they are granted."""
         size = self.grant.step_samples
         return self.grant.first_sample + self.n_steps * size, size
-
-
-def with_prediction(push_info: PushInfo, estimator: Estimator) -> PushInfo:
-    """Return the push info with the worker's expectation of its next iterations, updated by this one."""
-    n = push_info.local_steps
-    fixed_s, sample_s = estimator.observe(push_info.batch_size // n, push_info.iteration_s / n, push_info.comm_s / n)
-    return push_info._replace(predicted_fixed_s=fixed_s, predicted_sample_s=sample_s)

@@ -249,7 +249,9 @@ class ServerSimulation(Simulation):
         state.machine.waits(put_s)
         self._numerics.delivered(worker)
         self._carry_out(self.coordinator.pushed(now_s, push_info))
-        self._check_periodically()
+        self._n_pushes += 1
+        if self._n_pushes % len(self._workers) == 0:  # a check looks at every worker
+            self.coordinator.check()
         self._evaluate_if_due()
         self._watch(now_s, self.coordinator)
 
@@ -364,12 +366,3 @@ class ServerSimulation(Simulation):
         assert self._halts is not None
         self._deferred = self._halted.copy() if self._halts.has_saved else set()
         super()._end_halt()
-
-    def _check_periodically(self) -> None:
-        """Check the coordinator's invariants.
-
-        A check looks at every worker; made once per n_workers pushes, its cost per push is independent of their number.
-        """
-        self._n_pushes += 1
-        if self._n_pushes % len(self._workers) == 0:
-            self.coordinator.check()
