@@ -108,23 +108,69 @@ class NoRecorder(Recorder):
         """Do nothing."""
 
 
-class Coordinator(Stateful):
+class RunCounts(Stateful):
+    """What coordinators with and without servers know of their run.
+
+    Parameters
+    ----------
+    trace
+        Receives the rows.
+    stop
+        Stopping rule.
+    stalls
+        Detector of stragglers; by default a new one.
+
+    Attributes
+    ----------
+    version, samples
+        Updates and samples so far.
+    updated_s
+        Time of the latest update in seconds.
+    last_loss, last_accuracy
+        Latest loss of a step, and accuracy of an evaluation; NaN before.
+    stopping
+        True once the stopping rule is true.
+    seq
+        Latest `seq` of the trace.
+    stalls
+        As above.
+    """
+
+    state_types = {
+        "version": int,
+        "samples": int,
+        "updated_s": float,
+        "last_loss": float,
+        "last_accuracy": float,
+        "stopping": bool,
+        "seq": int,
+        "stalls": StragglerDetector,
+    }
+
+    def __init__(self, trace: Recorder, stop: Stop, stalls: StragglerDetector | None) -> None:
+        self.version = self.samples = self.seq = 0
+        self.updated_s = 0.0
+        self.last_loss = self.last_accuracy = math.nan
+        self.stopping = False
+        self.stalls = stalls or StragglerDetector()
+        self._trace, self._stop = trace, stop
+
+
+class Coordinator(RunCounts):
     """Decisions of one run with servers.
 
     Parameters
     ----------
     paradigm
         New paradigm of the job.
-    trace
-        Receives a row for each decision.
+    trace, stop, stalls
+        See `RunCounts`.
     n_workers
         Number of workers.
     lr
         Rate of the next update as a function of samples, updates and contributions: the learning rate
         (`hpcsync.training.lr_schedule`); where workers have optimizers and the servers a centre, the share of the
         distance that the centre moves; where workers push the change of their weights, 1 or an outer learning rate.
-    stop
-        Stopping rule.
     batch_total
         Samples of one iteration of all workers together; None if not known in advance.
     assignments
@@ -135,8 +181,6 @@ class Coordinator(Stateful):
         Whether `lr` is a factor of the rates that scripts state with their pushes.
     sums
         Whether an update is the sum of its contributions, as if each were one, and not their mean.
-    stalls
-        Detector of stragglers; by default a new one.
 
     Notes
     -----
@@ -147,15 +191,8 @@ class Coordinator(Stateful):
     """
 
     state_types = {
-        "version": int,
-        "samples": int,
-        "updated_s": float,
-        "last_loss": float,
-        "last_accuracy": float,
-        "stopping": bool,
         "_progress": WorkerCounts,
         "_paradigm": Paradigm,
-        "_seq": int,
         "_now_s": float,
         "_assignments": Assignments,
         "_per_sample": tuple[float, float] | None,
@@ -164,7 +201,6 @@ class Coordinator(Stateful):
         "_blocked": dict[int, float],
         "_computing": set[int],
         "_left_since": set[int],
-        "stalls": StragglerDetector,
     }
 
     def __init__(
@@ -182,19 +218,11 @@ class Coordinator(Stateful):
         sums: bool = False,
         stalls: StragglerDetector | None = None,
     ) -> None:
-        self.version = 0
-        self.samples = 0
-        self.updated_s = 0.0  # time of the latest update
-        self.last_loss = math.nan
-        self.last_accuracy = math.nan
-        self.stopping = False
+        super().__init__(trace, stop, stalls)
         self._progress = WorkerCounts(n_workers)
         self.active = self._progress.active
         self._paradigm = paradigm
-        self._trace = trace
         self._lr = lr
-        self._stop = stop
-        self._seq = 0
         self._now_s = 0.0
         self._assignments = assignments or Assignments()
         self._allocator = self._assignments.allocator
@@ -213,7 +241,6 @@ class Coordinator(Stateful):
         self._sums = sums
         self._computing = set(range(n_workers))
         self._left_since: set[int] = set()  # workers that have left since the latest update
-        self.stalls = stalls or StragglerDetector()
 
     def pushed(self, now_s: float, push_info: PushInfo) -> list[Command]:
         """Process a push: the worker's contribution is in its slot."""
@@ -301,7 +328,7 @@ class Coordinator(Stateful):
         event = Evaluated(self._now_s, min(self.active), loss, version, now_s)
         nans = self._paradigm_nan + self._allocator_nan
         self._record_decision(event.now_s, EVALUATED, event.worker, loss, nans)
-        return self._decide(event, self._seq)
+        return self._decide(event, self.seq)
 
     def updated(self, version: int, gradient_sq: float) -> None:
         """Record the squared norm of the gradient with which the servers have made this version."""
@@ -316,7 +343,7 @@ class Coordinator(Stateful):
         if due is None or due.now_s > now_s:
             return []
         self._record_decision(now_s, ELAPSED, due.worker, due.now_s, self._paradigm_nan + self._allocator_nan)
-        return self._decide(Elapsed(now_s, due.worker), self._seq)
+        return self._decide(Elapsed(now_s, due.worker), self.seq)
 
     @property
     def due(self) -> Elapsed | None:
@@ -345,11 +372,6 @@ class Coordinator(Stateful):
     def is_pending(self, worker: int) -> bool:
         """Return whether a contribution of this worker is in its slot, neither used nor dropped."""
         return worker in self._pending
-
-    @property
-    def seq(self) -> int:
-        """Latest `seq` of the trace."""
-        return self._seq
 
     @property
     def blocked(self) -> Mapping[int, float]:
@@ -484,8 +506,8 @@ class Coordinator(Stateful):
         return [*grants, *(CancelCommand(worker, self.version) for worker in cancelled)]
 
     def _next_seq(self) -> int:
-        self._seq += 1
-        return self._seq
+        self.seq += 1
+        return self.seq
 
 
 def own_rate(infos: Sequence[PushInfo | StepInfo]) -> float:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 from hpcsync.config.job import Job, Script
 from hpcsync.core.assignments import create_allocator
-from hpcsync.core.coordinator import Recorder, own_rate
+from hpcsync.core.coordinator import Recorder, RunCounts, own_rate
 from hpcsync.core.straggler_detector import StragglerDetector
 from hpcsync.paradigms.records import StepInfo
 from hpcsync.planning.batch_allocation import Allocated, Allocator, Estimate
@@ -192,64 +192,38 @@ def create_batch_division(job: Job) -> BatchDivision | None:
     return None if allocator is None else BatchDivision(allocator)
 
 
-class PeerCoordinator(Stateful):
+class PeerCoordinator(RunCounts):
     """Records of one run without servers.
 
     Parameters
     ----------
     job
         The job.
-    trace
-        Receives the rows.
-    stalls
-        Detector of stragglers; by default a new one.
+    trace, stalls
+        See `RunCounts`.
 
     Attributes
     ----------
-    version, samples
-        Updates and samples so far.
-    updated_s
-        Time of the latest update in seconds.
     active
         Workers that have not left.
     done
         Iterations that each worker has ended.
-    stalls
-        Detector of stragglers.
-    stopping
-        True once the stopping rule is true.
     """
 
     blocked = None  # workers wait for no answer
 
     state_types = {
-        "version": int,
-        "samples": int,
-        "updated_s": float,
-        "last_loss": float,
-        "last_accuracy": float,
-        "stopping": bool,
         "active": set[int],
         "done": list[int],
-        "stalls": StragglerDetector,
         "_own_samples": list[int],
         "_round": dict[int, list[StepInfo]],
-        "_seq": int,
     }
 
     def __init__(self, job: Job, trace: Recorder, stalls: StragglerDetector | None = None) -> None:
+        super().__init__(trace, job.stop, stalls)
         n_workers = job.cluster.workers
-        self.version = 0
-        self.samples = 0
-        self.updated_s = 0.0
-        self.last_loss = math.nan
-        self.last_accuracy = math.nan
-        self.stopping = False
         self.active = set(range(n_workers))
         self.done = [0] * n_workers
-        self.stalls = stalls or StragglerDetector()
-        self._trace = trace
-        self._stop = job.stop
         self._n_workers = n_workers
         self._lr, self._rate = learning_rate(job), worker_rate(job)
         self._one_model = job.one_model
@@ -260,17 +234,11 @@ class PeerCoordinator(Stateful):
         self._judging = range(self._counting.start) or self._counting
         self._own_samples = [0] * n_workers
         self._round: dict[int, list[StepInfo]] = {}  # common iterations: step infos
-        self._seq = 0
 
     @property
     def computing(self) -> set[int]:
         """Active workers that are not blocked: all of them, since they wait for no answer."""
         return self.active
-
-    @property
-    def seq(self) -> int:
-        """Latest `seq` of the trace."""
-        return self._seq
 
     def exchanged(self, now_s: float, step_info: StepInfo) -> None:
         """Process the step info of a worker that has ended an iteration."""
@@ -295,14 +263,14 @@ class PeerCoordinator(Stateful):
     def allocated(self, now_s: float, iteration: int, allocated: Sequence[Allocated]) -> None:
         """Record new batch sizes on which the workers agreed after this iteration."""
         for worker, size, inputs in allocated:
-            self._seq += 1
-            row = (self._seq, now_s, "batches", worker, float(size), float(iteration), *inputs)
+            self.seq += 1
+            row = (self.seq, now_s, "batches", worker, float(size), float(iteration), *inputs)
             self._trace.append("decisions", row)
 
     def left(self, now_s: float, worker: int, change: int = Change.LEFT) -> None:
         """Process the departure of a worker; `change` is LEFT or DIED, for the trace."""
-        self._seq += 1
-        self._trace.append("membership", (self._seq, now_s, worker, change))
+        self.seq += 1
+        self._trace.append("membership", (self.seq, now_s, worker, change))
         self.active.discard(worker)  # a worker that has left may die as well
         self.stalls.left(worker)
         self._end_rounds(now_s)
