@@ -44,68 +44,8 @@ class Contributed(NamedTuple):
     gradient_sq: float = math.nan
 
 
-class ContributionEncoder:
-    """Encoding of contributions on their way to the servers, with the compressors of all workers.
-
-    Parameters
-    ----------
-    job
-        Job with servers.
-    parameters
-        Parameters of the model.
-    """
-
-    def __init__(self, job: Job, parameters: Sequence[torch.nn.Parameter]) -> None:
-        size = sum(p.numel() for p in parameters)
-        self._shards = Roles(job.cluster.servers, job.cluster.workers).shards(size)
-        self._dense = [(shard.stop - shard.start) * parameters[0].element_size() for shard in self._shards]
-        self._compression = compressor.of_job(job, parameters)
-        self._compressors = []
-        if self._compression is not None:
-            self._compressors = [self._compression.compressor(worker) for worker in range(job.cluster.workers)]
-
-    def attributes(self) -> dict[str, str | int]:
-        """Return the root attributes of a trace that describe the compression."""
-        return {} if self._compression is None else self._compression.attributes()
-
-    def nominal_bytes(self, ratio: float) -> Sequence[int]:
-        """Return the nominal number of bytes sent to each server."""
-        if self._compression is None:
-            return self._dense
-        return [self._compression.nominal_bytes(shard, ratio) for shard in self._shards]
-
-    def put(self, worker: int, vector: torch.Tensor, slot: torch.Tensor, ratio: float) -> Sequence[int]:
-        """Write a contribution into a slot as the servers receive it.
-
-        Parameters
-        ----------
-        worker
-            Number of the worker.
-        vector
-            Contribution, shape (size,).
-        slot
-            Output, shape (size,); the decoded vector if the job compresses.
-        ratio
-            Share of the elements that is sent; NaN for the codec's own.
-
-        Returns
-        -------
-        Sequence[int]
-            Bytes sent to each server.
-        """
-        if self._compression is None:
-            slot.copy_(vector)
-            return self._dense
-        payloads = self._compressors[worker].encode(vector, self._shards, ratio)
-        for shard, payload in zip(self._shards, payloads, strict=True):
-            self._compression.decode(payload, slot[shard], shard)
-        return [payload.nbytes for payload in payloads]
-
-
-class Numerics:
-    """Numerics of a run with servers, in the order in which the simulation calls them.
-
-    Memory: at most two rows of the flat weights per worker, what its contribution keeps, and its buffers twice.
+class NoNumerics:
+    """No arithmetic: contributions are only transferred; compressed ones have their nominal size.
 
     Parameters
     ----------
@@ -113,15 +53,60 @@ class Numerics:
         Job with servers.
     workload
         Its workload.
+
+    Attributes
+    ----------
+    attributes
+        Root attributes of the trace that describe the compression.
     """
 
     def __init__(self, job: Job, workload: Workload) -> None:
+        parameters = trainable(workload.model)
+        size = sum(p.numel() for p in parameters)
+        self._shards = Roles(job.cluster.servers, job.cluster.workers).shards(size)
+        # Bytes sent to each server without compression.
+        self._dense = [(shard.stop - shard.start) * parameters[0].element_size() for shard in self._shards]
+        self._compression = compressor.of_job(job, parameters)
+        self.attributes = {} if self._compression is None else self._compression.attributes()
+
+    def contribute(self, worker: int, work: Work) -> Contributed:
+        """Return NaN as the loss, and the nominal sizes."""
+        if work.share < 1.0:
+            return Contributed(math.nan)
+        if self._compression is None:
+            return Contributed(math.nan, self._dense)
+        return Contributed(math.nan, [self._compression.nominal_bytes(shard, work.ratio) for shard in self._shards])
+
+    def apply(self, update: UpdateCommand) -> tuple[int, float]:
+        """Return version 0, which no update makes."""
+        return 0, math.nan
+
+    def evaluate(self, workers: Sequence[int]) -> tuple[float, float]:
+        """Raise RuntimeError: there is nothing to evaluate."""
+        raise RuntimeError("a workload without arithmetic cannot be evaluated")
+
+    def _nothing(self, *of_any_kind: Any, **options: Any) -> None:
+        """Do nothing."""
+
+    grant = join = discard = accumulate = delivered = finish = _nothing
+
+
+class Numerics(NoNumerics):
+    """Numerics of a run with servers, in the order in which the simulation calls them.
+
+    Memory: at most two rows of the flat weights per worker, what its contribution keeps, and its buffers twice.
+    """
+
+    def __init__(self, job: Job, workload: Workload) -> None:
+        super().__init__(job, workload)
         n_workers, spec = job.cluster.workers, OptimizerSpec.of_job(job)
+        self._compressors: Sequence[compressor.Compressor] = ()
+        if self._compression is not None:
+            self._compressors = [self._compression.compressor(worker) for worker in range(n_workers)]
         self._evaluation = Evaluation(job, workload)
         self._gradients = Gradients(job, workload)
         self._flat = self._gradients.flat
         size = self._flat.size
-        self.encoder = ContributionEncoder(job, self._flat.parameters)
         buffers, slots = _rows(n_buffers(n_workers), self._flat.weights), _rows(n_workers, self._flat.weights)
         # Views, created once because creating them takes time.
         self._versions, self._slots = [list(rows[:, :size]) for rows in (buffers, slots)]
@@ -142,7 +127,7 @@ class Numerics:
         self.contributions[worker].join(self._read(worker))
 
     def contribute(self, worker: int, work: Work) -> Contributed:
-        """Compute the worker's next contribution, of all its local steps, into its slot.
+        """Compute the worker's next contribution, of all its local steps, into its slot, as the servers receive it.
 
         A contribution that was cancelled is not put into the slot.
         """
@@ -151,9 +136,14 @@ class Numerics:
         loss = contribution.prepare()
         if work.share < 1.0:
             return Contributed(loss)
-        gradient_sq = float(contribution.gradient_sq())
-        sizes_bytes = self.encoder.put(worker, contribution.vector, self._slots[worker], work.ratio)
-        return Contributed(loss, sizes_bytes, gradient_sq)
+        gradient_sq, slot = float(contribution.gradient_sq()), self._slots[worker]
+        if self._compression is None:
+            slot.copy_(contribution.vector)
+            return Contributed(loss, self._dense, gradient_sq)
+        payloads = self._compressors[worker].encode(contribution.vector, self._shards, work.ratio)
+        for shard, payload in zip(self._shards, payloads, strict=True):
+            self._compression.decode(payload, slot[shard], shard)
+        return Contributed(loss, [payload.nbytes for payload in payloads], gradient_sq)
 
     def discard(self, worker: int, work: Work) -> None:
         """Make the local steps of a worker that leaves without pushing them: they use its batches and its momentum."""
@@ -203,30 +193,6 @@ class Numerics:
             return self._copy.copy_(self._store.weights)
         buffer, _ = self._store.pin(worker)
         return self._versions[buffer]
-
-
-class NoNumerics(Numerics):
-    """No arithmetic: a workload whose vector is only transferred; compressed contributions have their nominal size."""
-
-    def __init__(self, job: Job, workload: Workload) -> None:
-        self.encoder = ContributionEncoder(job, trainable(workload.model))
-
-    def contribute(self, worker: int, work: Work) -> Contributed:
-        """Return NaN as the loss, and the nominal sizes."""
-        return Contributed(math.nan, self.encoder.nominal_bytes(work.ratio) if work.share == 1.0 else ())
-
-    def apply(self, update: UpdateCommand) -> tuple[int, float]:
-        """Return version 0, which no update makes."""
-        return 0, math.nan
-
-    def evaluate(self, workers: Sequence[int]) -> tuple[float, float]:
-        """Raise RuntimeError: there is nothing to evaluate."""
-        raise RuntimeError("a workload without arithmetic cannot be evaluated")
-
-    def _nothing(self, *of_any_kind: Any, **options: Any) -> None:
-        """Do nothing."""
-
-    grant = join = discard = accumulate = delivered = finish = _nothing
 
 
 def _rows(n: int, like: torch.Tensor) -> torch.Tensor:

@@ -100,7 +100,7 @@ class ServerSimulation(Simulation):
             for worker, device in enumerate(cluster.devices)
         ]
         self._numerics = (NoNumerics if workload.loss is None else Numerics)(job, workload)
-        self.attributes = self._numerics.encoder.attributes()
+        self.attributes = self._numerics.attributes
         self._n_pushes = 0
         self._due: Elapsed | None = None  # scheduled latest
         self._deferred: set[int] = set()  # workers whose messages a checkpoint kept back, until they are handled
