@@ -144,23 +144,21 @@ class AllReduceSimulation(_SynchronousPeers):
         self._loop.at(times[-1][1], self._reduced, agreed)
 
     def _encoded(self, agreed: Agreed, payload_bytes: Sequence[int]) -> None:
+        sent, n_workers = ring_bytes if self._averages else broadcast_bytes, len(self._workers)
+        sent_bytes = [sent(n_bytes, n_workers) for n_bytes in payload_bytes]
         if self._averages:
-            self._links.all_reduce_twice(max(payload_bytes), self._reduced, agreed, payload_bytes)
+            self._links.all_reduce_twice(max(payload_bytes), self._reduced, agreed, sent_bytes)
         else:
-            self._links.all_gather(payload_bytes, self._reduced, agreed, payload_bytes)
+            self._links.all_gather(payload_bytes, self._reduced, agreed, sent_bytes)
 
-    def _reduced(self, agreed: Agreed, payload_bytes: Sequence[int] = ()) -> None:
-        """Step and resume; `payload_bytes` has the size of each worker's compressed gradient, if they are."""
+    def _reduced(self, agreed: Agreed, sent_bytes: Sequence[int] = ()) -> None:
+        """Step and resume; `sent_bytes` has what each worker has sent of its compressed gradient, if they are."""
         correction = 1.0
         if self._division is not None:
             correction = self._division.correction(agreed.n_contributing, agreed.n_samples)
         self._numerics.step(self._contributing, self._lr, correction)
         result = ExchangeResult(ALL_PEERS, self._links.all_reduce_bytes, agreed.n_contributing - 1)
-        if not payload_bytes:
-            self._resume_all((agreed, result))
-            return
-        sent, n_workers = ring_bytes if self._averages else broadcast_bytes, len(self._workers)
-        results = [result._replace(wire_bytes=sent(n, n_workers)) for n in payload_bytes]
+        results = [result._replace(wire_bytes=n_bytes) for n_bytes in sent_bytes] or [result] * len(self._workers)
         self._resume_together((worker, (agreed, result)) for worker, result in enumerate(results))
 
     def _reported(self, infos: Sequence[StepInfo]) -> None:

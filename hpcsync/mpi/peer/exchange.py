@@ -101,7 +101,7 @@ class Exchange(Transport, Stateful):
         self._buffers = Buffers(setup.flat.model)
         self.wait_s = self.comm_s = 0.0
         self.gradients_sq = (math.nan, math.nan)
-        self._measures = not isinstance(setup.job.workload, Timing)
+        self._measures, self._one_model = not isinstance(setup.job.workload, Timing), setup.method.one_model
         weights = setup.flat.weights
         self.peer = (PushSumPeer if setup.method.push_sum else Peer)(weights, setup.optimizer.on_worker(weights))
         self.on_published: Callable[[], None] = lambda: None
@@ -176,14 +176,12 @@ class Exchange(Transport, Stateful):
     def publish(self, serial: int, buffers: Mapping[str, torch.Tensor] | None = None) -> bool:
         """Publish the worker's weights, with its model's buffers or with those given.
 
+        If all workers have one model, it is evaluated as it is, as in any synchronous SGD.
         Return False if no row is free (see `PublishedReplica.publish`).
         """
-        weights = self._published_weights()
+        weights = self._flat.weights if self._one_model else self.peer.shown()
         extra = self._buffers.packed(buffers).view(weights.dtype) if self._buffers.n_words else None
         return self._link.published.publish(weights, serial, self.peer.weight, extra)
-
-    def _published_weights(self) -> torch.Tensor:
-        return self.peer.shown()
 
     def end(self, *, early: bool) -> bool:
         """End the loop of this worker.
@@ -260,10 +258,6 @@ class Summing(Exchange):
         share([self._flat.gradient], self._comm, root=made[0])
         with self._script.following([steps[rank] for rank in made]):
             self.peer.step(self._flat.gradient, lr)
-
-    def _published_weights(self) -> torch.Tensor:
-        """Return the model's weights as they are: all replicas are one model, evaluated as in any synchronous SGD."""
-        return self._flat.weights
 
     def free(self) -> None:
         """Close the reducer; collective."""
