@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,6 @@ from hpcsync.mpi.peer.monitor import Monitor
 from hpcsync.mpi.peer.session import PeerSession
 from hpcsync.mpi.rank0.run_recorder import RunRecorder
 from hpcsync.mpi.session_base import FAREWELL_S, Given, end_all
-from hpcsync.planning.batch_allocation import Allocated
 from hpcsync.run_dir.checkpoint import RUN
 from hpcsync.system.signals import SignalListener, interrupt, on_signals
 from hpcsync.trace.schema import Change
@@ -49,7 +47,7 @@ class Rank0Session(PeerSession):
                 recorder.coordinator.reconsider(now_s)
             for worker in sorted(w for w in recorder.coordinator.active if w >= given.comm.size):
                 recorder.coordinator.left(resumed["now_s"], worker, Change.DIED)
-        self._monitor = Monitor(
+        self._monitor = monitor = Monitor(
             self._link,
             recorder,
             self._machine.method.synchronous,
@@ -59,8 +57,8 @@ class Rank0Session(PeerSession):
             self._layers.dead,
         )
         lockstep = self._machine.lockstep
-        self._exchange.on_published = lambda: self._monitor.evaluate(lockstep.updates, lockstep.samples)
-        self._monitor.start()
+        self._exchange.on_published = lambda: monitor.evaluate(lockstep.updates, lockstep.samples)
+        monitor.start()
         recorder.begin()
 
     def _run_state(self) -> dict[str, Any]:
@@ -71,15 +69,6 @@ class Rank0Session(PeerSession):
         evaluator = self._recorder.evaluator
         evaluated = evaluator is not None and (evaluator.busy or not self._machine.method.synchronous)
         return self._recorder.state(self._link.clock.now(), evaluated=evaluated)
-
-    def _cannot_halt(self) -> None:
-        self._monitor.cannot_halt()
-
-    def _describe(self, attributes: Mapping[str, int]) -> None:
-        self._monitor.describe(attributes)
-
-    def _allocated(self, allocated: Sequence[Allocated]) -> None:
-        self._monitor.allocated(self._machine.iteration, allocated)
 
     def _read(self, version: int, into: torch.Tensor, buffers: Buffers) -> float | None:
         """Read the mean of all workers' published replicas for the evaluator; of this version if synchronous."""
@@ -105,6 +94,7 @@ class Rank0Session(PeerSession):
 
     def _finish_training(self) -> None:
         """Evaluate the mean of the final weights while the other ranks wait."""
+        assert self._monitor is not None
         self._monitor.join()
         self._signals.close()
         self._recorder.stop_showing()
@@ -130,7 +120,7 @@ class Rank0Session(PeerSession):
         end_all(self._comm, error)
 
     def _fail(self, error: BaseException) -> None:
-        if self._monitor.running:
+        if self._monitor is not None and self._monitor.running:
             self._monitor.end(error)  # it owns the trace and ends the job
             time.sleep(FAREWELL_S)
         else:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from mpi4py import MPI
@@ -30,13 +30,16 @@ from hpcsync.mpi.transport.progress_engine import choose
 from hpcsync.mpi.transport.ulfm import survivors
 from hpcsync.paradigms.peer_method import ExchangeResult
 from hpcsync.paradigms.stanza import StanzaOptions
-from hpcsync.planning.batch_allocation import Allocated, Estimate
+from hpcsync.planning.batch_allocation import Estimate
 from hpcsync.planning.speed_estimator import Estimator
 from hpcsync.run_dir.checkpoint import RUN
 from hpcsync.state import built, plain, restore_arrays
 from hpcsync.trace.schema import Phase
 from hpcsync.training.gradient import Loss
 from hpcsync.training.speed_models import estimator
+
+if TYPE_CHECKING:
+    from hpcsync.mpi.peer.monitor import Monitor
 
 TRANSPORTS: dict[str, type[Exchange]] = {
     "all-reduce": AllReducing,
@@ -66,6 +69,7 @@ class PeerSession(RankSession):
         self.worker = comm.rank
         run, self._resumed = checkpoints.state(RUN), checkpoints.state(self._name)
         self.batches_before = batches_of(self._resumed)
+        self._monitor: Monitor | None = None  # on rank 0
         method = create_method(job)
         self._link = PeerChannel(
             comm,
@@ -132,16 +136,15 @@ class PeerSession(RankSession):
 
     def _prepared(self, asked: Asked, own: Batches) -> Iterator[Any]:
         """Yield this worker's batches, each prepared for the exchange."""
-        self._describe(self._exchange.prepare(self._iterations.source(asked), self._iterations))
+        attributes = self._exchange.prepare(self._iterations.source(asked), self._iterations)
+        if self._monitor is not None:
+            self._monitor.describe(attributes)
         self._link.phases.enter(Phase.COMPUTING, self._machine.iteration + 1)
         self._accumulate, self._n_passes = asked.accumulate, 0
         self._exchange.let_overlap(self._overlaps)
         for batch in own:
             self._exchange.let_overlap(self._overlaps)
             yield self._exchange.begin(batch)
-
-    def _describe(self, attributes: Mapping[str, int]) -> None:
-        """Add attributes to the trace; on rank 0 only."""
 
     def _step(self, loss: torch.Tensor | float | None) -> None:
         """End an iteration: apply the step and exchange."""
@@ -252,17 +255,15 @@ class PeerSession(RankSession):
         if self._division is None or not self._machine.in_step:
             return
         assert agreed is not None
-        if allocated := self._division.exchanged(agreed.n_contributing, lambda: self._gather(expected)):
-            self._allocated(allocated)
+        allocated = self._division.exchanged(agreed.n_contributing, lambda: self._gather(expected))
+        if allocated and self._monitor is not None:
+            self._monitor.allocated(self._machine.iteration, allocated)
 
     def _gather(self, expected: Estimate | None) -> list[Estimate | None]:
         """Return every worker's estimate."""
         gathered = self._link.gather((expected is not None, *(expected or (0.0, 0.0))))
         known = [Estimate(*estimate) if continued else None for continued, *estimate in gathered.tolist()]
         return known + [None] * (self.n_workers - len(known))
-
-    def _allocated(self, allocated: Sequence[Allocated]) -> None:
-        """Record batch sizes that all workers have agreed on; on rank 0 only."""
 
     # ---- checkpoints ----
 
@@ -278,13 +279,11 @@ class PeerSession(RankSession):
         if not self._machine.at_halt(link.halt_requested):
             return
         if not self._machine.all_halt(link.comm.size):
-            self._cannot_halt()
+            if self._monitor is not None:
+                self._monitor.cannot_halt()
             return
         link.phases.enter(Phase.WAITING)
         link.halt(lambda number: self._checkpoints.write(number, self._name, self._state()))
-
-    def _cannot_halt(self) -> None:
-        """Handle that a worker that should halt has ended; on rank 0 only."""
 
     def _state(self) -> dict[str, Any]:
         """Return this worker's state for a checkpoint, while all workers have halted."""
