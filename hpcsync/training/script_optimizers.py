@@ -30,7 +30,7 @@ import torch
 
 from hpcsync.config.errors import JobError
 from hpcsync.config.torch_optimizers import IMPLEMENTATION
-from hpcsync.state import built, plain
+from hpcsync.state import Stateful, built, plain
 from hpcsync.training.flat_model import FlatModel, laid_out_as
 from hpcsync.training.optimizers import ELEMENTWISE, ServerOptimizer, WorkerOptimizer
 
@@ -393,7 +393,25 @@ def different(stepping: Iterable[int]) -> str:
 # ---- on a worker ----
 
 
-class OwnOptimizer(WorkerOptimizer):
+class _Keeping(Stateful):
+    """State of what optimizers keep of their parameters."""
+
+    state_types = {"_kept": list[dict[int, Any]]}
+    optimizers: Sequence[torch.optim.Optimizer]
+
+    @property
+    def _kept(self) -> list[dict[int, Any]]:
+        return [optimizer.state_dict()["state"] for optimizer in self.optimizers]
+
+    @_kept.setter
+    def _kept(self, saved: list[dict[int, Any]]) -> None:
+        for optimizer, kept in zip(self.optimizers, saved, strict=True):
+            groups = optimizer.state_dict()["param_groups"]
+            optimizer.load_state_dict({"state": kept, "param_groups": groups})
+        _lay_out_kept(self.optimizers)
+
+
+class OwnOptimizer(_Keeping, WorkerOptimizer):
     """The script's optimizers, as they step on the model's own parameters.
 
     Learning rates and the like are no part of the state: a resumed script goes through its epochs again, and its
@@ -405,10 +423,10 @@ class OwnOptimizer(WorkerOptimizer):
         The optimizers.
     """
 
-    state_types = {"_kept": list[dict[int, Any]], "_lr": list[list[float]]}
+    state_types = {"_lr": list[list[float]]}
 
     def __init__(self, script: ScriptOptimizers) -> None:
-        self._script = script
+        self._script, self.optimizers = script, script.optimizers
         self._lr = [[0.0] * len(each.param_groups) for each in script.optimizers]  # of each group's last step
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -470,14 +488,6 @@ class OwnOptimizer(WorkerOptimizer):
                         if buffer is not None:
                             yield index_of[id(parameter)], buffer, -lr * group["momentum"]
 
-    @property
-    def _kept(self) -> list[dict[int, Any]]:
-        return _kept(self._script.optimizers)
-
-    @_kept.setter
-    def _kept(self, saved: list[dict[int, Any]]) -> None:
-        _restore_kept(self._script.optimizers, saved)
-
 
 # ---- on a server ----
 
@@ -507,7 +517,7 @@ class _Piece:
         return row[self.span].view(self.shape).to(self.parameter.dtype)
 
 
-class PieceOptimizer(ServerOptimizer):
+class PieceOptimizer(_Keeping, ServerOptimizer):
     """Optimizers like those of the script for the pieces of its parameters in one shard.
 
     Parameters
@@ -522,7 +532,7 @@ class PieceOptimizer(ServerOptimizer):
         Sums a number over all servers; they all call it at the same update.
     """
 
-    state_types = {"_options": list[list[float]], "_kept": list[dict[int, Any]], "_momentum": float}
+    state_types = {"_options": list[list[float]], "_momentum": float}
 
     def __init__(
         self, script: ScriptOptimizers, weights: torch.nn.Parameter, shard: slice, reduce: Reduce = float
@@ -616,14 +626,6 @@ class PieceOptimizer(ServerOptimizer):
     def _options(self, saved: list[list[float]]) -> None:
         _set_options(self.optimizers, self._script.numbers, saved)
 
-    @property
-    def _kept(self) -> list[dict[int, Any]]:
-        return _kept(self.optimizers)
-
-    @_kept.setter
-    def _kept(self, saved: list[dict[int, Any]]) -> None:
-        _restore_kept(self.optimizers, saved)
-
 
 def _pieces(flat: FlatModel, shard: slice) -> Iterator[_Piece]:
     for index, (span, parameter) in enumerate(zip(flat.spans, flat.parameters, strict=True)):
@@ -695,17 +697,6 @@ def _set_numbers(
         n = max(1, count)
         _set(optimizers[optimizer].param_groups[group], key, stated[at : at + n], count)
         at += n
-
-
-def _kept(optimizers: Sequence[torch.optim.Optimizer]) -> list[dict[int, Any]]:
-    return [optimizer.state_dict()["state"] for optimizer in optimizers]
-
-
-def _restore_kept(optimizers: Sequence[torch.optim.Optimizer], saved: Sequence[dict[int, Any]]) -> None:
-    for optimizer, kept in zip(optimizers, saved, strict=True):
-        groups = optimizer.state_dict()["param_groups"]
-        optimizer.load_state_dict({"state": kept, "param_groups": groups})
-    _lay_out_kept(optimizers)
 
 
 def _lay_out_kept(optimizers: Sequence[torch.optim.Optimizer]) -> None:
