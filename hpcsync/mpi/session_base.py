@@ -24,6 +24,7 @@ from hpcsync.config.errors import JobError, below
 from hpcsync.config.job import Job
 from hpcsync.config.user_code import of_user
 from hpcsync.core.iterations import Iterations
+from hpcsync.core.roles import Roles
 from hpcsync.core.session import Session, WithoutBatch
 from hpcsync.core.step_problems import WRONG, StepChecks, has_losses
 from hpcsync.mpi.collectives.model_parts import Layers
@@ -110,12 +111,6 @@ class Given(NamedTuple):
         return [p for p in module.parameters() if id(p) in given]
 
 
-def batches_of(state: Mapping[str, Any] | None) -> int:
-    """Return how many batches a worker had trained on when it wrote this state; what is wrong with it is told later."""
-    used = 0 if state is None else state["iterations"].get("used")
-    return used if isinstance(used, int) else 0
-
-
 class RankSession(Session):
     """Session common to all ranks: one model at the beginning and the end, and an end that no rank leaves early.
 
@@ -148,7 +143,13 @@ class RankSession(Session):
         self._iterations: Iterations  # of a worker
         self._stepped = False
         self._session_stepped = False  # since the latest step of any optimizer on these parameters began
-        super().__init__(rank=comm.rank, n_workers=job.cluster.workers)
+        self._roles = roles = Roles(job.cluster.servers, job.cluster.workers)
+        worker = None if roles.is_server(comm.rank) else roles.worker(comm.rank)
+        super().__init__(rank=comm.rank, n_workers=roles.n_workers, worker=worker)
+        self._name = roles.name(comm.rank)  # of this rank's part of a checkpoint
+        self._resumed = None if worker is None else given.checkpoints.state(self._name)  # until it is restored
+        used = 0 if self._resumed is None else self._resumed["iterations"].get("used")
+        self.batches_before = used if isinstance(used, int) else 0  # what is wrong with the state is told later
         layers.share()
         self.flat.collect()
         self._excepthook = sys.excepthook

@@ -23,7 +23,7 @@ from hpcsync.mpi.peer.exchange import AllReducing, Averaging, Exchange, Setup, S
 from hpcsync.mpi.peer.gossip import Pulling, Pushing
 from hpcsync.mpi.peer.pairs import Pairing
 from hpcsync.mpi.peer.stanza import StanzaExchange
-from hpcsync.mpi.session_base import Given, RankSession, batches_of
+from hpcsync.mpi.session_base import Given, RankSession
 from hpcsync.mpi.transport import cuda, messages
 from hpcsync.mpi.transport.backoff import Backoff
 from hpcsync.mpi.transport.progress_engine import choose
@@ -66,9 +66,7 @@ class PeerSession(RankSession):
         comm, job, checkpoints, transport = given.comm, given.job, given.checkpoints, given.placement.transport
         self._estimator = estimator(job, comm.rank)  # before the clock starts: it takes seconds
         super().__init__(given, _layers(comm, job, given.model))
-        self.worker = comm.rank
-        run, self._resumed = checkpoints.state(RUN), checkpoints.state(self._name)
-        self.batches_before = batches_of(self._resumed)
+        run = checkpoints.state(RUN)
         self._monitor: Monitor | None = None  # on rank 0
         method = create_method(job)
         self._link = PeerChannel(
@@ -92,7 +90,7 @@ class PeerSession(RankSession):
                 job, method, self._link, self.flat, self._optimizer, self._layers, self._end_of_backward, self._division
             )
         )
-        self._machine = PeerMachine(job, self.worker, method, self._exchange.peer, self._exchange)
+        self._machine = PeerMachine(job, self.rank, method, self._exchange.peer, self._exchange)
         if self._resumed is not None:
             self._exchange.restore(self._resumed["exchange"])
         self._exchange.publish(1, None if self._resumed is None else self._resumed["buffers"])
@@ -104,8 +102,8 @@ class PeerSession(RankSession):
         poll = self._progression.poll if self._progression and self._progression.kind == "hooks" else None
         self._hooks = [] if poll is None else self._hook(poll)
         self._clocks = self._link.start(0.0 if run is None else run["now_s"])
-        allocated = None if self._division is None else partial(self._division.work, self.worker)
-        self._iterations = self._create_iterations(self.worker, self._link.clock.now, allocated, poll)
+        allocated = None if self._division is None else partial(self._division.work, self.rank)
+        self._iterations = self._create_iterations(self.rank, self._link.clock.now, allocated, poll)
         self._accumulate = 1  # backward passes of a step
         self._n_passes = 0  # made since the last step
         self._may_reduce = True  # outside of `no_sync`
@@ -266,11 +264,6 @@ class PeerSession(RankSession):
         return known + [None] * (self.n_workers - len(known))
 
     # ---- checkpoints ----
-
-    @property
-    def _name(self) -> str:
-        """Name of this rank's part of a checkpoint."""
-        return f"worker-{self.rank}"
 
     def _halt_if_requested(self) -> None:
         """Halt after an iteration, if requested."""

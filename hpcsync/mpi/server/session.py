@@ -11,7 +11,6 @@ import torch
 from mpi4py import MPI
 
 from hpcsync.core.assignments import create_assignments
-from hpcsync.core.roles import Roles
 from hpcsync.core.session import Asked, Batches, WithoutBatch
 from hpcsync.mpi.collectives.model_parts import Layers
 from hpcsync.mpi.server.channel import ServerChannel
@@ -54,13 +53,12 @@ class LinkedSession(RankSession):
 
     def __init__(self, given: Given, begin_s: float = 0.0) -> None:
         comm, job = given.comm, given.job
-        roles = Roles(job.cluster.servers, job.cluster.workers)
         super().__init__(given, Layers(comm, given.model))
         contributors_read = job.paradigm.grants_first
         weights = self.flat.weights
         self._link = ServerChannel(
             comm,
-            roles,
+            self._roles,
             len(weights),
             weights.dtype,
             given.placement.transport,
@@ -68,7 +66,7 @@ class LinkedSession(RankSession):
             compression=compressor.of_job(job, self.flat.parameters, weights.dtype),
             begin_s=begin_s,
             tolerant=self._tolerant,
-            shards=None if self._script is None else self._script.cuts(roles.n_servers),
+            shards=None if self._script is None else self._script.cuts(self._roles.n_servers),
             n_stated=0 if self._script is None or job.steps_on_workers else self._script.n_stated,
             buffer_words=self._buffers.n_words,
         )
@@ -80,11 +78,6 @@ class LinkedSession(RankSession):
 
     def _free(self) -> None:
         self._link.free()
-
-    @property
-    def _name(self) -> str:
-        """Name of this rank's part of a checkpoint."""
-        return self._link.roles.name(self.rank)
 
     @property
     def _untrained(self) -> list[torch.nn.Parameter]:
@@ -100,7 +93,7 @@ class LinkedSession(RankSession):
         if self._script is None or self._job.steps_on_workers:
             return
         own = [] if self._pieces is None else self._pieces.kept_pieces()
-        for server in range(self._link.roles.n_servers):
+        for server in range(self._roles.n_servers):
             for i in range(comm.bcast(len(own), server)):  # one by one: together they may be too large for a message
                 self._script.adopt([comm.bcast(own[i] if comm.rank == server else None, server)])
         stated = comm.bcast(self._script.step_to_make().numbers, comm.size - 1)  # the last rank is a worker
@@ -117,7 +110,7 @@ class FollowerSession(LinkedSession):
     def __init__(self, given: Given, begin_s: float = 0.0) -> None:
         super().__init__(given, begin_s)
         state = given.checkpoints.state(self._name)
-        n_present = self._link.comm.size - self._link.roles.n_servers
+        n_present = self._link.comm.size - self._roles.n_servers
         self._shard = Shard(
             self._link,
             update_rules.of_job(given.job, self._on_shard),

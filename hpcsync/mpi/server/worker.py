@@ -15,7 +15,7 @@ from hpcsync.core.session import Asked, Batches
 from hpcsync.core.worker_machine import WorkerMachine
 from hpcsync.mpi.server.channel import Reader, ServerChannel
 from hpcsync.mpi.server.session import LinkedSession
-from hpcsync.mpi.session_base import Given, batches_of
+from hpcsync.mpi.session_base import Given
 from hpcsync.mpi.transport import cuda, messages
 from hpcsync.paradigms.records import PushInfo
 from hpcsync.planning.speed_estimator import Estimator
@@ -246,9 +246,6 @@ class WorkerSession(LinkedSession):
         worker = given.comm.rank - job.cluster.servers
         speed = estimator(job, worker)  # takes seconds, hence before the clock starts
         super().__init__(given)
-        self.worker = worker
-        self._resumed = checkpoints.state(self._name)
-        self.batches_before = batches_of(self._resumed)
         self._comes_back = checkpoints.resumed is not None and self._resumed is None  # was absent at the checkpoint
         self._contribution, self._read = contributions.on_rank(job, self.flat, self._optimizer.on_worker)
         compression = self._link.compression
