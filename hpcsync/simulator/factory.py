@@ -12,8 +12,6 @@ from hpcsync.simulator.peer_run import PeerSimulation
 from hpcsync.simulator.stanza import StanzaSimulation
 from hpcsync.simulator.sync_peers import AllReduceSimulation, AveragingSimulation, SwapSimulation
 
-__all__ = ["PeerSimulation", "simulation"]
-
 TRANSPORTS: dict[str, type[PeerSimulation]] = {
     "all-reduce": AllReduceSimulation,
     "separated-layers": StanzaSimulation,

@@ -163,17 +163,10 @@ class NullPeer:
         self.weight = 1.0
         self._push_sum = push_sum
 
-    def shown(self) -> None:
-        """Return None in place of a model."""
+    def _nothing(self, *of_any_kind: Any, **options: Any) -> None:
+        """Do nothing; None takes the place of a model."""
 
-    def mix(self, other: None, beta: float = 0.5) -> None:
-        """Do nothing."""
-
-    def meet(self, other: None) -> None:
-        """Return None in place of a model."""
-
-    def adopt(self, model: None) -> None:
-        """Do nothing."""
+    shown = mix = meet = adopt = _nothing
 
     def give(self) -> None:
         """Halve w under push-sum."""

@@ -16,7 +16,8 @@ from hpcsync.core.assignments import decision_fields
 from hpcsync.core.peer_coordinator import BatchDivision
 from hpcsync.core.peer_machine import create_method
 from hpcsync.paradigms.records import ALL_PEERS, NO_PEER
-from hpcsync.simulator.factory import PeerSimulation, simulation
+from hpcsync.simulator.factory import simulation
+from hpcsync.simulator.peer_run import PeerSimulation
 from hpcsync.simulator.peer_transfers import build as build_workers
 from hpcsync.simulator.simulate import prepare
 from hpcsync.trace.schema import TABLES
