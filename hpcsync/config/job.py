@@ -254,6 +254,13 @@ class Job(Table):
         return self.groups.convolution if self.paradigm.separates_layers else range(self.cluster.workers)
 
     @property
+    def with_loss(self) -> range:
+        """Workers that compute losses: all, or under layer separation those with the last layers; none in "timing"."""
+        if isinstance(self.workload, Timing):
+            return range(0)
+        return self.groups.fc if self.paradigm.separates_layers else self.takers
+
+    @property
     def one_model(self) -> bool:
         """True if all workers together make the same step, without servers."""
         return self.paradigm.one_model

@@ -228,10 +228,7 @@ class PeerCoordinator(RunCounts):
         self._lr, self._rate = learning_rate(job), worker_rate(job)
         self._one_model = job.one_model
         self._of_own_rates = isinstance(job.workload, Script)
-        # Under layer separation the convolution workers take the batches, and the others, which process them too, have
-        # the loss.
-        self._counting = job.takers
-        self._judging = range(self._counting.start) or self._counting
+        self._counting, self._judging = job.takers, job.with_loss
         self._own_samples = [0] * n_workers
         self._round: dict[int, list[StepInfo]] = {}  # common iterations: step infos
 

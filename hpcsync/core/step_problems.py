@@ -12,7 +12,6 @@ import torch
 
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job, Script
-from hpcsync.config.workloads import Timing
 from hpcsync.paradigms.records import Problem, PushInfo, StepInfo
 from hpcsync.training.flat_model import FlatModel, squared_norm
 
@@ -167,11 +166,6 @@ class StepChecks:
 def is_rare(n_before: int) -> bool:
     """Return whether a step after so many others gets a check that takes long: in steps 1, 2, 3, 5, 9, 17, ..."""
     return n_before & (n_before - 1) == 0
-
-
-def has_losses(job: Job) -> bool:
-    """Return whether every step has a loss: not without arithmetic, nor on convolution workers with separate layers."""
-    return not (isinstance(job.workload, Timing) or job.paradigm.separates_layers)
 
 
 class ProblemReport:

@@ -26,7 +26,7 @@ from hpcsync.config.user_code import of_user
 from hpcsync.core.iterations import Iterations
 from hpcsync.core.roles import Roles
 from hpcsync.core.session import Session, WithoutBatch
-from hpcsync.core.step_problems import WRONG, StepChecks, has_losses
+from hpcsync.core.step_problems import WRONG, StepChecks
 from hpcsync.mpi.collectives.model_parts import Layers
 from hpcsync.mpi.transport.ulfm import RankFailed, end_with, survivors, tolerable
 from hpcsync.mpi.transport.window_selection import WindowSelection
@@ -137,7 +137,6 @@ class RankSession(Session):
         self.flat.model = layers.model  # the forward pass calls the whole model
         self._buffers = Buffers(layers.model, job.evaluation.buffers)
         self._checks: StepChecks | None = None  # of a worker that runs a script
-        self._has_losses = has_losses(job)
         self._problem = Problem.NONE  # the worst since the last push
         self._all_skipped = True  # all steps since then
         self._iterations: Iterations  # of a worker
@@ -315,11 +314,11 @@ class RankSession(Session):
         self.flat.gather_gradient()
         self._stepped = True
         if complete:
-            found = Problem.of_losses(mean_loss) if self._has_losses else Problem.NONE
+            has_loss = self.worker in self._job.with_loss
+            found = Problem.of_losses(mean_loss) if has_loss else Problem.NONE
             if self._checks is not None:
                 stepping = 0 if self._script is None else self._script.stepping or 0
-                without_loss = self._job.paradigm.separates_layers and self.worker in self._job.takers
-                found = self._checks.problem([] if without_loss else losses, self.flat.gradient, stepping)
+                found = self._checks.problem(losses if has_loss else [], self.flat.gradient, stepping)
             self._problem = max(self._problem, Problem.SKIPPED if self._skips else found)
             self._all_skipped = self._all_skipped and self._skips
         return mean_loss

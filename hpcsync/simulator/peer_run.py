@@ -204,7 +204,7 @@ class PeerSimulation(Simulation, Transport):
         now_s, state = self._loop.now_s, self._workers[worker]
         computed = Computed(state.n_samples, state.begin_s, state.end_s, state.compute_s)
         wait_s, comm_s = state.waited_s + (state.exchange_s - state.end_s), now_s - state.exchange_s
-        problem = Problem.of_losses(state.loss) if self._has_losses else Problem.NONE
+        problem = Problem.of_losses(state.loss) if worker in self._with_loss else Problem.NONE
         gradients_sq = state.gradient_sq, self._numerics.mean_gradient_sq
         step_info = state.machine.step_info(
             result, computed, wait_s, comm_s, state.loss, problem=problem, gradients_sq=gradients_sq

@@ -9,7 +9,7 @@ from typing import Any
 from hpcsync.config.job import Job, Script
 from hpcsync.core.coordinator import Coordinator, Recorder
 from hpcsync.core.peer_coordinator import PeerCoordinator
-from hpcsync.core.step_problems import ProblemReport, has_losses
+from hpcsync.core.step_problems import ProblemReport
 from hpcsync.simulator.event_loop import Loop
 from hpcsync.simulator.halts import Halts
 from hpcsync.training.lr_schedule import EvaluationSchedule
@@ -51,7 +51,7 @@ class Simulation(ABC):
         assert not isinstance(job.workload, Script)
         self._job, self._loop, self._watch = job, loop, watch
         self._batch_size = job.workload.batch_size
-        self._has_losses, self._look_at = has_losses(job), ProblemReport(job.stop.on_nan).see
+        self._with_loss, self._look_at = job.with_loss, ProblemReport(job.stop.on_nan).see
         self._evaluated = workload.evaluate is not None
         self._evaluations = EvaluationSchedule(job.evaluation.every_samples if self._evaluated else 0)
         self._evaluating = False  # while an evaluation that takes time is under way

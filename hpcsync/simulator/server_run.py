@@ -239,7 +239,7 @@ class ServerSimulation(Simulation):
         now_s, state = self._loop.now_s, self._workers[worker]
         loss, sizes_bytes, gradient_sq = state.contributed
         encode_s, duration_s = state.sent_s - state.end_s, put_s - state.sent_s
-        complete = self._has_losses and state.machine.share == 1.0
+        complete = worker in self._with_loss and state.machine.share == 1.0
         problem = Problem.of_losses(loss) if complete else Problem.NONE
         push_info = state.machine.delivered(
             loss, encode_s, duration_s, sum(sizes_bytes), problem=problem, gradient_sq=gradient_sq

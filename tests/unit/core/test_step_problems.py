@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hpcsync.core.step_problems import LOOKED_AT, StepChecks, has_losses
+from hpcsync.core.step_problems import LOOKED_AT, StepChecks
 from hpcsync.paradigms.records import Problem
 from hpcsync.training.flat_model import FlatModel
 from tests.unit.jobs import make_job
@@ -169,7 +169,8 @@ def test_numbers_that_are_not_finite(losses, gradient, found):
 def test_the_loss_of_a_job():
     assert Problem.of_losses(0.5, 1.5) == Problem.NONE
     assert Problem.of_losses(0.5, math.nan) == Problem.LOSS_NOT_FINITE
-    assert has_losses(make_job()) and not has_losses(make_job(workload={"name": "timing"}))
+    cluster = {"cluster": {"workers": 3}}
+    assert make_job(**cluster).with_loss == range(3) and not make_job(workload={"name": "timing"}, **cluster).with_loss
 
 
 def test_every_optimizer_may_step_once_with_a_gradient():

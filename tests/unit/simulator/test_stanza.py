@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hpcsync.config.errors import JobError
-from hpcsync.paradigms.records import ALL_PEERS
+from hpcsync.paradigms.records import ALL_PEERS, Problem
 from hpcsync.planning import stanza_planner
 from hpcsync.planning.split_cost import SEPARATED, Shape, Times
 from hpcsync.simulator.peer_transfers import build as build_workers
@@ -30,6 +30,23 @@ from tests.unit.simulator.separated import (
     trained,
     workload,
 )
+
+# ---- losses ----
+
+
+@pytest.mark.parametrize("on_nan", ["stop", "warn"])
+def test_a_loss_that_is_not_finite_is_said_by_the_workers_that_have_it(on_nan, capsys):
+    """Convolution workers know none."""
+    job = separated(2, 1, optimizer={"name": "sgd", "lr": 1e200}, stop={"updates": 6, "on_nan": on_nan})
+    if on_nan == "stop":
+        with pytest.raises(JobError, match="^worker 0, iteration 2: the loss is not finite$"):
+            Run(job, workload(job))
+        return
+    rows = Run(job, workload(job)).trace.array("exchanges")
+    said = rows["problem"] == Problem.LOSS_NOT_FINITE
+    assert said.sum() == 5 and np.array_equal(said, (rows["worker"] == 0) & ~np.isfinite(rows["loss"]))
+    assert "worker 0, iteration 2: the loss is not finite; stop.on_nan" in capsys.readouterr().err
+
 
 # ---- durations ----
 
