@@ -161,7 +161,7 @@ def _carry_out(path: Path, asked: Asked, runs: Sequence[grid.Run], about: str) -
     """Run what has not finished; return the exit status, and the summaries of all that have."""
     grid.check(path, runs, simulated=asked.simulate)
     n_before = sum(map(grid.finished, runs))
-    print(f"{plural(len(runs), 'run')} of {about}; already finished: {n_before}", file=sys.stderr)
+    print(f"{plural(len(runs), 'run')} of {about}; {n_before} finished already", file=sys.stderr)
     n_failed, n_left = 0, len(runs) - n_before
     for i, (run, status) in enumerate(grid.carry_out(path, runs, simulated=asked.simulate, at_once=asked.jobs), 1):
         n_failed += status != 0

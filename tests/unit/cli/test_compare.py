@@ -94,9 +94,9 @@ def test_a_grid_is_run_once_and_continued(job: Path, commands: Commands, capsys:
     assert set(found) == {"bsp", "ssp staleness=2"}
     assert all((row["runs"], row["arrived"]) == ("3", "3") for row in found.values())
     assert float(found["ssp staleness=2"]["time_s"]) < float(found["bsp"]["time_s"])
-    assert "6 runs of 2 variants in grid; already finished: 0" in capsys.readouterr().err
+    assert "6 runs of 2 variants in grid; 0 finished already" in capsys.readouterr().err
     assert main([job], asked(vary=['paradigm=["bsp"]'], seeds=1)) == 0
-    assert "1 run of 1 variant in grid; already finished: 1" in capsys.readouterr().err
+    assert "1 run of 1 variant in grid; 1 finished already" in capsys.readouterr().err
 
     del commands.folders[:]
     assert main([job], asked(seeds=4, report=Path("all.html"))) == 0
