@@ -103,6 +103,8 @@ class Iterations(Stateful):
         self._first_by: list[int] = []  # first training epoch of each loader; -1: it has not been read
         self._n_loaders = 0  # loaders of this start of the run
         self._skip_by: list[int] = []  # next batches of each loader to skip, trained on before the run was resumed
+        self._last_used = 0  # last loader of which batches are skipped
+        self._on_continuing: Callable[[], None] = lambda: None
         self._lengths: dict[int, int] = {}  # batches of epochs, where only reading tells, or the loop ended early
         self._sources: WeakKeyDictionary[DataLoader[Any], Source] = WeakKeyDictionary()
         self._said: set[str] = set()
@@ -151,6 +153,8 @@ class Iterations(Stateful):
         if self._first_by[number] < 0:
             self._first_by[number] = self._training_epochs
             self._training_epochs += asked.epochs or 0
+        if number >= self._last_used:
+            self._continue()
         batches = self.source(asked)
         if batches is None:
             unit = asked.batch_size or 0
@@ -254,6 +258,15 @@ class Iterations(Stateful):
         """Resume from a state: the next loaders skip the batches that were trained on."""
         super().restore(state)
         self._skip_by = [*self._used_by]
+        self._last_used = max((number for number, used in enumerate(self._used_by) if used), default=0)
+
+    def when_continuing(self, call: Callable[[], None]) -> None:
+        """Call a function where the loop continues, once it has passed through what was over at the checkpoint."""
+        self._on_continuing = call
+
+    def _continue(self) -> None:
+        call, self._on_continuing = self._on_continuing, lambda: None
+        call()
 
     def _to_skip(self, number: int) -> int:
         """Return how many batches the loader of this number is still to skip; of some only the sum is known."""
@@ -400,6 +413,7 @@ class Iterations(Stateful):
                 batches.pass_over(epoch)
                 continue
             self._have_skipped(number, skip)
+            self._continue()
             before = self._used_by[number] - skip
             try:
                 yield from batches.read(epoch, skip)

@@ -356,6 +356,11 @@ class RankSession(Session):
         rng_state.restore(state["generators"], self.flat.weights.device)
         restore_arrays(dict(self._model.named_buffers()), state["buffers"])
 
+    def _keep_generators(self) -> None:
+        """Let the loop continue with the generators as they are now, whatever it draws in epochs that are over."""
+        device = self.flat.weights.device
+        self._iterations.when_continuing(partial(rng_state.restore, rng_state.state(device), device))
+
     # ---- the end ----
 
     def _give_back(self) -> None:
