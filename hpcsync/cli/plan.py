@@ -134,10 +134,10 @@ def _times(asked: Asked, console: Console) -> tuple[Times, str]:
 
 def _read(path: Path) -> Times:
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
         read = Recorded.model_validate(table)
     except (OSError, UnicodeDecodeError) as error:
-        raise JobError(f"--profile {path}: {getattr(error, 'strerror', None) or 'not a text file'}") from None
+        raise JobError(f"--profile {path}: {getattr(error, 'strerror', None) or 'must be text in UTF-8'}") from None
     except tomllib.TOMLDecodeError as error:
         raise JobError(f"--profile {path}: must be TOML: {str(error).splitlines()[0]}") from None
     except ValidationError as error:

@@ -550,9 +550,9 @@ def _check_values(table: dict[str, Any], source: str) -> None:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise JobError(f"{path}: {getattr(error, 'strerror', None) or 'not a text file'}") from None
+        raise JobError(f"{path}: {getattr(error, 'strerror', None) or 'must be text in UTF-8'}") from None
 
 
 class _Override(NamedTuple):

@@ -668,6 +668,12 @@ def test_long_values_are_cut(path: Path) -> None:
     assert error(path, "seed=" + "x" * 1000) == f'seed = "{"x" * 76}...: must be a whole number'
 
 
+def test_a_byte_order_mark_as_editors_on_windows_write_it_is_no_part_of_the_job(path: Path) -> None:
+    plain = load(path)
+    path.write_text(path.read_text().replace("\n", "\r\n"), encoding="utf-8-sig", newline="")
+    assert load(path) == plain
+
+
 def test_files_that_are_not_jobs(tmp_path: Path) -> None:
     assert error(tmp_path / "no.toml") == f"{tmp_path}/no.toml: No such file or directory"
     assert error(tmp_path) == f"{tmp_path}: Is a directory"
@@ -678,7 +684,7 @@ def test_files_that_are_not_jobs(tmp_path: Path) -> None:
     script.write_text("import torch")
     assert error(script).endswith("; hpcsync launch starts a script")
     path.write_bytes(b"\xff\xfe")
-    assert error(path) == f"{path}: not a text file"
+    assert error(path) == f"{path}: must be text in UTF-8"
     with pytest.raises(JobError, match="^job: must be TOML: "):
         Job.from_toml("=")
 
