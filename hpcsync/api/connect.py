@@ -302,8 +302,6 @@ def connect(
         )
     from hpcsync.mpi.transport.node_topology import arranged
 
-    if resume and before is None:
-        agree(comm, lambda: layout.put_aside(out))
     trained = {id(p) for p in parameters}
     n_left_out = sum(p.requires_grad and id(p) not in trained for p in model.parameters())
     n_frozen = sum(not p.requires_grad for p in parameters)
@@ -314,6 +312,8 @@ def connect(
         )
     if comm.rank == 0 and n_left_out:
         say(f"{n_left_out} trainable parameters are in no optimizer and keep their values")
+    if resume and before is None:
+        agree(comm, lambda: layout.put_aside(out))
     session = join(arranged(comm, job.cluster), job, model, optimizers, evaluate, out, before, calibrate, log)
     session.take_over()
     return session

@@ -429,7 +429,7 @@ def _of_workers(job: Job, n_workers: int, measured: bool) -> Job:
 
 def _states_scale(path: Path, overrides: Sequence[str]) -> bool:
     """Return whether the user states how the rate of asynchronous updates is scaled."""
-    given = tomllib.loads(path.read_text(encoding="utf-8")).get("optimizer", {})
+    given = tomllib.loads(path.read_text(encoding="utf-8-sig")).get("optimizer", {})
     return "async_lr_scale" in given or any("async_lr_scale" in text for text in overrides)
 
 
