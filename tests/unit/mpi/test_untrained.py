@@ -217,8 +217,8 @@ every_paradigm = pytest.mark.parametrize("paradigm", EVERY, ids=lambda each: "-"
 @pytest.mark.parametrize(
     ("mistake", "said"),
     [
-        ("no backward", WRONG[Problem.NO_GRADIENT]),
-        ("no backward of worker 1", f"worker 1, iteration .*: {WRONG[Problem.NO_GRADIENT]}"),
+        ("no backward", re.escape(WRONG[Problem.NO_GRADIENT])),
+        ("no backward of worker 1", f"worker 1, iteration .*: {re.escape(WRONG[Problem.NO_GRADIENT])}"),
         ("double", WRONG[Problem.MODEL_CHANGED]),
         ("layer", WRONG[Problem.MODEL_CHANGED]),
         ("group", WRONG[Problem.MODEL_CHANGED]),
