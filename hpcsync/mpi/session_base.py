@@ -145,6 +145,7 @@ class RankSession(Session):
         self._roles = roles = Roles(job.cluster.servers, job.cluster.workers)
         worker = None if roles.is_server(comm.rank) else roles.worker(comm.rank)
         super().__init__(rank=comm.rank, n_workers=roles.n_workers, worker=worker)
+        self._has_loss = worker in job.with_loss
         self._name = roles.name(comm.rank)  # of this rank's part of a checkpoint
         self._resumed = None if worker is None else given.checkpoints.state(self._name)  # until it is restored
         used = 0 if self._resumed is None else self._resumed["iterations"].get("used")
@@ -314,11 +315,10 @@ class RankSession(Session):
         self.flat.gather_gradient()
         self._stepped = True
         if complete:
-            has_loss = self.worker in self._job.with_loss
-            found = Problem.of_losses(mean_loss) if has_loss else Problem.NONE
+            found = Problem.of_losses(mean_loss) if self._has_loss else Problem.NONE
             if self._checks is not None:
                 stepping = 0 if self._script is None else self._script.stepping or 0
-                found = self._checks.problem(losses if has_loss else [], self.flat.gradient, stepping)
+                found = self._checks.problem(losses if self._has_loss else [], self.flat.gradient, stepping)
             self._problem = max(self._problem, Problem.SKIPPED if self._skips else found)
             self._all_skipped = self._all_skipped and self._skips
         return mean_loss
