@@ -28,7 +28,7 @@ from hpcsync.audit.server_recount import Recount
 from hpcsync.audit.stragglers import check_stalls
 from hpcsync.core.assignments import create_assignments, create_paradigm
 from hpcsync.trace import reader
-from hpcsync.trace.reader import Trace, TraceError
+from hpcsync.trace.reader import Trace
 
 __all__ = ["Check", "audit", "main", "render"]
 
@@ -109,17 +109,18 @@ def main(
     Returns
     -------
     int
-        0 if all checks passed, 1 if one failed, 2 if the file is not a trace.
+        0 if all checks passed, 1 if one failed.
+
+    Raises
+    ------
+    TraceError
+        As `audit` does.
     """
     console = console or Console()
-    try:
-        trace = reader.load(path)
-        checks = audit(trace)
-        if all(check.passed for check in checks):
-            checks += further(trace)
-    except TraceError as error:
-        Console(stderr=True).print(f"hpcsync: {error}", highlight=False, markup=False, soft_wrap=True)
-        return 2
+    trace = reader.load(path)
+    checks = audit(trace)
+    if all(check.passed for check in checks):
+        checks += further(trace)
     console.print(render(checks))
     failed = sum(not check.passed for check in checks)
     extent = "" if trace.finished else f" (run {trace.status}; checked as far as it goes)"

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from hpcsync.audit import trace_audit
+from hpcsync.config.errors import JobError
 
 
 def main(path: Path, *, recompute: bool) -> int:
-    """Audit a trace and print the result; return the exit status, 2 also if it cannot be recomputed."""
+    """Audit a trace and print the result; return the exit status. Raises JobError if it cannot be recomputed."""
     if not recompute:
         return trace_audit.main(path)
     from hpcsync.config.user_code import import_beside, user_code
     from hpcsync.simulator import recompute as again
     from hpcsync.simulator.simulated_again import is_simulation, simulated_again
-    from hpcsync.trace.reader import Trace, TraceError, load
+    from hpcsync.trace.reader import Trace, load
 
     def checks(trace: Trace) -> list[trace_audit.Check]:
         if (code := user_code(trace.job)) is not None:
@@ -30,8 +30,4 @@ def main(path: Path, *, recompute: bool) -> int:
             again.check_determined(trace)
         return trace_audit.main(path, further=checks)
     except again.NotRecomputed as error:
-        print(f"hpcsync: {path}: cannot be recomputed: {error}", file=sys.stderr)
-        return 2
-    except TraceError as error:
-        print(f"hpcsync: {error}", file=sys.stderr)
-        return 2
+        raise JobError(f"{path}: cannot be recomputed: {error}") from None

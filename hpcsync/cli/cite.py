@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -18,20 +17,15 @@ def command(
 
     An entry of hpcsync follows, with the versions of the run.
     """
-    sys.exit(main(trace))
+    main(trace)
 
 
-def main(path: Path) -> int:
-    """Print the entries, each below a line that names the part it describes; return the exit status."""
+def main(path: Path) -> None:
+    """Print the entries, each below a line that names the part it describes."""
     from hpcsync.report.citations import bibtex, references, software
-    from hpcsync.trace.reader import TraceError, opened
+    from hpcsync.trace.reader import opened
 
-    try:
-        with opened(path) as trace:
-            parts, attributes = references(trace.job), trace.attributes
-    except TraceError as error:
-        print(f"hpcsync: {error}", file=sys.stderr)
-        return 2
+    with opened(path) as trace:
+        parts, attributes = references(trace.job), trace.attributes
     for part, papers in {**parts, "software": (software(attributes),)}.items():
         print(f"% {part}\n" + "\n\n".join(map(bibtex, papers)) + "\n")
-    return 0

@@ -42,22 +42,19 @@ def main(path: Path, *, as_json: bool, simulated: bool, paradigms: Sequence[str]
     others = [grid.paradigm_table(text) for text in paradigms]
     with garbage.loading():
         from hpcsync.report.explanation import explain, sentences, view
-        from hpcsync.trace.reader import TraceError, opened
+        from hpcsync.trace.reader import opened
 
     what_if, reason = None, ""
-    try:
-        with opened(path) as trace:
-            trace.verify()
-            found = explain(trace)
-            if simulated:
-                from hpcsync.simulator.what_if import NotReplayed, study
+    with opened(path) as trace:
+        trace.verify()
+        found = explain(trace)
+        if simulated:
+            from hpcsync.simulator.what_if import NotReplayed, study
 
-                try:
-                    what_if = study(trace, others)
-                except NotReplayed as error:
-                    reason = f"Not simulated with other times: {error}."
-    except TraceError as error:
-        raise JobError(str(error)) from None
+            try:
+                what_if = study(trace, others)
+            except NotReplayed as error:
+                reason = f"Not simulated with other times: {error}."
     lines = [*sentences(found, what_if), *([reason] if reason else [])]
     if as_json:
         print(json.dumps(_numbers(found, what_if, lines), indent=1, allow_nan=False))

@@ -40,8 +40,6 @@ def main(
     JobError
         For a wrong argument, a trace that cannot be read, a missing package, or a file that cannot be written.
     """
-    from hpcsync.trace.reader import TraceError
-
     kind, runs = kind_of(out, kind), finished_runs.traces(runs)
     if kind != "perfetto" and len(runs) > 1:
         raise JobError(f"--format {kind}: takes one RUN; {len(runs)} were given. Only perfetto takes several")
@@ -53,8 +51,6 @@ def main(
     module = module_of(kind)
     try:
         print(f"written: {write(kind, module, runs, out, window)}")
-    except TraceError as error:
-        raise JobError(str(error)) from None
     except OSError as error:
         raise JobError(f"{error.filename or out}: {error.strerror or error}") from None
     return 0

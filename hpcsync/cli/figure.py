@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from hpcsync import figures
-from hpcsync.config.errors import JobError
 
 HELP = (
     "Draw a figure of one or more traces.\n\nThe files are PNG, SVG, and the data as CSV.\n\n\b\nFigures:\n"
@@ -60,7 +58,7 @@ def command(
         for figure, about in figures.FIGURES.items():
             print(f"{figure:<12} {about.line}")
         return
-    sys.exit(main(name, runs or [], out, workers, from_s, to_s, width))
+    main(name, runs or [], out, workers, from_s, to_s, width)
 
 
 def main(
@@ -71,17 +69,22 @@ def main(
     from_s: float | None = None,
     to_s: float | None = None,
     width: float | None = None,
-) -> int:
-    """Draw a figure, write its files and print their names; return the exit status."""
+) -> None:
+    """Draw a figure, write its files and print their names.
+
+    Raises
+    ------
+    JobError
+        For a wrong argument, a trace that cannot be read or drawn, or a file that cannot be written.
+    """
     from hpcsync.cli import finished_runs
     from hpcsync.system.atomic_files import try_to_write
-    from hpcsync.trace.reader import TraceError
 
+    _check(name, runs, out)
+    if from_s is not None and to_s is not None and not from_s < to_s:
+        raise figures.FigureError(f"--from {from_s:g}: must be less than --to {to_s:g}")
+    assert name is not None
     try:
-        _check(name, runs, out)
-        if from_s is not None and to_s is not None and not from_s < to_s:
-            raise figures.FigureError(f"--from {from_s:g}: must be less than --to {to_s:g}")
-        assert name is not None
         path = Path("figures") / name if out is None else out / name if out.is_dir() else out
         try_to_write(path if path.suffix else path.with_suffix(".csv"))
         window = {"from_s": from_s, "to_s": to_s}
@@ -94,11 +97,8 @@ def main(
             for note in drawing.notes:
                 print(note)
             print(*write(drawing, path), sep=", ")
-    except (figures.FigureError, TraceError, JobError) as error:
-        return _refused(str(error))
     except OSError as error:
-        return _refused(f"{error.filename or out}: {error.strerror or error}")
-    return 0
+        raise figures.FigureError(f"{error.filename or out}: {error.strerror or error}") from None
 
 
 def _check(name: str | None, runs: list[Path], out: Path | None) -> None:
@@ -112,8 +112,3 @@ def _check(name: str | None, runs: list[Path], out: Path | None) -> None:
         raise figures.FigureError(f"figure {name}: RUN is missing; must be at least one trace or folder of a run")
     if out is not None and out.suffix not in ("", *KINDS) and not out.is_dir():
         raise figures.FigureError(f"--out {out}: must end in {', '.join(KINDS[:-1])} or {KINDS[-1]}, or have no suffix")
-
-
-def _refused(message: str) -> int:
-    print(f"hpcsync: {message}", file=sys.stderr)
-    return 2

@@ -82,14 +82,11 @@ def _traces(path: Path) -> list[Path]:
 def read(path: Path) -> Read:
     """Read and summarize a trace. Raises JobError if that is not possible."""
     from hpcsync.report.summary import summarize
-    from hpcsync.trace.reader import TraceError, opened
+    from hpcsync.trace.reader import opened
 
-    try:
-        with opened(path) as trace:
-            begun = str(trace.attributes.get("created", "")), trace.path.stat().st_mtime
-            return Read(trace.path, trace.job, summarize(trace), begun)
-    except TraceError as error:
-        raise JobError(str(error)) from None
+    with opened(path) as trace:
+        begun = str(trace.attributes.get("created", "")), trace.path.stat().st_mtime
+        return Read(trace.path, trace.job, summarize(trace), begun)
 
 
 def _keys(job: jobs.Job, engine: str | None) -> Iterable[tuple[str, str]]:

@@ -56,18 +56,14 @@ def write_report(found: Found, file: Path, *, audited: bool | None = None) -> No
     """Write the report of these runs and print the name of the file. Raises JobError if that is not possible."""
     from hpcsync.html_report.page import render
     from hpcsync.html_report.run_data import RunData, read_all
-    from hpcsync.trace.reader import TraceError
 
     one = len({variant.label for variant in found}) == 1
     data: dict[str, dict[str, list[RunData]]] = {}
     given = [(variant, run) for variant, runs in found.items() for run in runs.values()]
-    try:
-        read = read_all(((run.trace, run.summary) for _, run in given), audited=audited)
-        for (variant, run), each in zip(given, read, strict=True):
-            label = run.job.paradigm.label if one else variant.label
-            data.setdefault(variant.condition, {}).setdefault(label, []).append(each)
-    except TraceError as error:
-        raise JobError(str(error)) from None
+    read = read_all(((run.trace, run.summary) for _, run in given), audited=audited)
+    for (variant, run), each in zip(given, read, strict=True):
+        label = run.job.paradigm.label if one else variant.label
+        data.setdefault(variant.condition, {}).setdefault(label, []).append(each)
     write_text(file, render(data))
 
 

@@ -313,12 +313,9 @@ def show(path: Path, overrides: Sequence[str], *, load: bool) -> None:
             )
         from hpcsync.run_dir import layout
         from hpcsync.run_dir.progress_line import console
-        from hpcsync.trace.reader import TraceError, trace_path
+        from hpcsync.trace.reader import trace_path
 
-        try:
-            layout.print_summary(trace_path(path), console())
-        except TraceError as error:
-            raise JobError(str(error)) from None
+        layout.print_summary(trace_path(path), console())
         return
     _print_remarks(path, overrides)
     job = jobs.load(path, overrides)

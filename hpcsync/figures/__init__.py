@@ -10,6 +10,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hpcsync.config.errors import JobError
+
 if TYPE_CHECKING:
     from hpcsync.figures.plotting import Drawing
     from hpcsync.trace.reader import Trace
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 EXTRA = ("matplotlib", "pandas")  # packages of the extra `analysis`
 
 
-class FigureError(Exception):
+class FigureError(JobError):
     """The requested figure cannot be drawn; the message is one line."""
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import h5py
 import numpy as np
 
-from hpcsync.config.errors import printable
+from hpcsync.config.errors import JobError, printable
 from hpcsync.system.atomic_files import is_folder
 from hpcsync.trace.schema import (
     ADDED,
@@ -43,11 +43,8 @@ MOST_RANKS = 10_000_000  # in a trace that can be read
 DYING_S = 5.0  # time in which a rank that has been killed still holds its trace
 
 
-class TraceError(Exception):
+class TraceError(JobError):
     """A file is no trace, or none that this version can read. The message is one line that names the file."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(printable(message))
 
 
 @dataclass(frozen=True)
@@ -83,8 +80,6 @@ class _Described:
     @cached_property
     def job(self) -> Job:
         """The job that was run. Raises TraceError if this version cannot read it."""
-        from hpcsync.config.errors import JobError
-
         try:
             return _job(self.attributes["job"])
         except JobError as error:

@@ -10,6 +10,7 @@ from hpcsync.audit import trace_audit as auditing
 from hpcsync.audit.invariants import INVARIANTS, values_are_possible
 from hpcsync.audit.server_recount import Recount
 from hpcsync.audit.trace_audit import audit, main
+from hpcsync.config.errors import JobError
 from hpcsync.core.assignments import decision_fields
 from hpcsync.trace.reader import load
 from hpcsync.trace.schema import Outcome
@@ -210,10 +211,10 @@ def test_a_trace_that_fails(tmp_path, console):
     assert "1 of 39 checks failed" in shown
 
 
-def test_a_file_that_is_not_a_trace(tmp_path, console, capsys):
+def test_a_file_that_is_not_a_trace(tmp_path, console):
     path = tmp_path / "t.h5"
     path.write_text("no trace")
-    assert main(path, console) == 2
-    shown = capsys.readouterr().err
-    assert shown == f"hpcsync: {path}: not a trace (not an HDF5 file)\n"
-    assert auditing.main(tmp_path / "none.h5", console) == 2
+    with pytest.raises(JobError, match=rf"^{path}: not a trace \(not an HDF5 file\)$"):
+        main(path, console)
+    with pytest.raises(JobError, match="none.h5: no such file"):
+        auditing.main(tmp_path / "none.h5", console)
