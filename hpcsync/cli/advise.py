@@ -162,6 +162,7 @@ class _Adviser:
         limit_s, iteration_s, self._link_share = self._limit_s()
         field = self._field(limit_s, iteration_s)
         first = self._job.seed
+        layout.refuse_taken(self._out)
         layout.create_folder(self._out)
         check_text(self._out / "advice.json")
         if self._asked.workers:

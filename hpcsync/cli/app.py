@@ -72,7 +72,18 @@ Overrides = Annotated[
         "--set", metavar="KEY=VALUE", help="Override a key of the job file, e.g. paradigm.staleness_max=20; repeatable."
     ),
 ]
-Out = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the run; runs/NAME-TIME/ by default.")]
+
+
+def _folder(text: str) -> Path:
+    if not text:
+        raise JobError('--out "": must name a folder')
+    return Path(text)
+
+
+Out = Annotated[
+    Path | None,
+    typer.Option(parser=_folder, metavar="DIR", help="Folder of the run; runs/NAME-TIME/ by default."),
+]
 Runs = Annotated[list[Path], figure.RUNS]
 Log = Annotated[
     str | None,
@@ -279,6 +290,7 @@ def compare(
     out: Annotated[
         Path | None,
         typer.Option(
+            parser=_folder,
             metavar="DIR",
             help="Folder of the runs; runs/NAME-compare/ by default. Runs that have finished there are not run again.",
         ),
@@ -356,6 +368,7 @@ def advise(
     out: Annotated[
         Path | None,
         typer.Option(
+            parser=_folder,
             metavar="DIR",
             help="Folder of the simulations; runs/NAME-advice/ by default. Those that have finished there are not "
             "repeated.",

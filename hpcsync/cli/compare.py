@@ -104,6 +104,7 @@ def summaries(runs: Mapping[int, finished_runs.Read]) -> dict[int, Summary]:
 
 
 def _grid(path: Path, asked: Asked) -> tuple[int, Found]:
+    from hpcsync.run_dir import layout
     from hpcsync.system import launcher, rank_environment
 
     if rank_environment.under_launcher():
@@ -116,6 +117,7 @@ def _grid(path: Path, asked: Asked) -> tuple[int, Found]:
     tuned = grid.combinations("--tune", asked.tune, "optimizer.lr=[0.03, 0.1]")
     _refuse_twice(asked)
     out = asked.out or Path("runs") / f"{jobs.load(path, asked.overrides).name}-compare"
+    layout.refuse_taken(out)
     if tuned:
         varied = _tune(path, asked, varied, tuned, out.with_name(f"{out.name}-tuning"))
     runs = grid.plan(path, asked.overrides, varied, range(asked.seeds), out)

@@ -52,10 +52,11 @@ def main() -> int:
     table = Table(title=f"hpcsync doctor: {sys.executable}", title_justify="left")
     for column in ("", "verdict", "finding and remedy"):
         table.add_column(column, overflow="fold")
-    for finding in examine():
-        findings.append(finding)
-        words = finding.found + (f"\n-> {finding.to_do}" if finding.to_do else "")
-        table.add_row(finding.subject, Text(finding.verdict, STYLES[finding.verdict]), Text(words))
+    with Console(stderr=True).status("examining this machine", spinner="line"):  # shown on a terminal only
+        for finding in examine():
+            findings.append(finding)
+            words = finding.found + (f"\n-> {finding.to_do}" if finding.to_do else "")
+            table.add_row(finding.subject, Text(finding.verdict, STYLES[finding.verdict]), Text(words))
     Console().print(table)
     return status(findings)
 

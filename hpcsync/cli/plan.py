@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import textwrap
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -71,11 +72,9 @@ def stanza(asked: Asked) -> None:
     link = Link(asked.bandwidth_gbit * 1e9 / 8, asked.latency_us * 1e-6)
     plan = choose(profile, link, asked.nodes, micro_batches=asked.micro_batches)
     others = without_separation(profile, link, asked.nodes)
-    for line in _about(asked, shape, times, source):
-        console.print(line, markup=False, soft_wrap=True)
+    _print(console, _about(asked, shape, times, source))
     console.print(_table(plan, others))
-    for line in _conclusion(plan, others):
-        console.print(line, markup=False, soft_wrap=True)
+    _print(console, _conclusion(plan, others))
     if asked.json is not None:
         asked.json.write_text(json.dumps(_numbers(asked, shape, times, source, plan, others), indent=2) + "\n")
 
@@ -152,14 +151,22 @@ def _read(path: Path) -> Times:
 # ---- output ----
 
 
+def _print(console: Console, lines: Sequence[str]) -> None:
+    """Print lines, wrapped with an indent where they are wider than the console."""
+    for line in lines:
+        for part in textwrap.wrap(line, console.width, subsequent_indent="  ", break_on_hyphens=False):
+            console.print(part, markup=False, soft_wrap=True)
+
+
 def _about(asked: Asked, shape: Shape, times: Times, source: str) -> list[str]:
     pieces = f", in {asked.micro_batches} pieces" if asked.micro_batches > 1 else ""
     fixed = f" (including {_ms(times.fc_fixed_s)} for any number of samples)" if times.fc_fixed_s else ""
     return [
         f"{asked.model}: {shape.conv_parameters:,} parameters below the cut and {shape.fc_parameters:,} above it; "
         f"{shape.activations:,} activations per sample cross it",
-        f"batch of {asked.batch}{pieces}: forward {_ms(times.conv_forward_s)} and backward "
-        f"{_ms(times.conv_backward_s)} below the cut, {_ms(times.fc_s)} above it{fixed}\n  {source}",
+        f"batch of {asked.batch}{pieces}: forward {_ms(times.conv_forward_s)}, backward "
+        f"{_ms(times.conv_backward_s)} below the cut, {_ms(times.fc_s)} above it{fixed}",
+        f"  {source}",
         f"{asked.nodes} nodes, links of {asked.bandwidth_gbit:g} Gbit/s, {asked.latency_us:g} us per message",
     ]
 
@@ -205,11 +212,8 @@ def _conclusion(plan: Plan, others: Sequence[StanzaLayout]) -> list[str]:
     if fastest is best:
         return [f"* {lines[0]}", lines[1]]
     gain = 1 + faster(fastest, best)
-    return [
-        f"* {fastest.name}: {gain:.2f} times the samples/s of the best layout that separates layers, which is",
-        f"  {lines[0]}",
-        lines[1],
-    ]
+    beside = f"{gain:.2f} times the samples/s of the best layout that separates layers, which is"
+    return [f"* {fastest.name}: {beside} {lines[0]}", lines[1]]
 
 
 def _ms(seconds: float) -> str:

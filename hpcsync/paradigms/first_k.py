@@ -407,7 +407,8 @@ class FirstKOptions(ParadigmOptions):
         """Description of the synchronisation, for messages."""
         if not self.waits:  # a worker may contribute several times
             return super().bound
-        return f"a worker that has pushed waits until {self._k} workers have pushed"
+        have = "1 worker has" if self.k == 1 else f"{self._k} workers have"
+        return f"a worker that has pushed waits until {have} pushed"
 
     @property
     def label(self) -> str:

@@ -128,9 +128,16 @@ class Trace(_Described):
         pandas.DataFrame
             One row per row of the table. Codes (`outcome`, `change`, `phase`) and the names of controllers are
             categories; other text is str.
-        """
-        import pandas
 
+        Raises
+        ------
+        JobError
+            If pandas is not installed.
+        """
+        try:
+            import pandas
+        except ModuleNotFoundError:
+            raise JobError("Trace.frame: needs pandas, which is not installed: pip install pandas") from None
         rows = self.tables[table]
         frame = pandas.DataFrame(rows)
         for name in frame.columns:

@@ -45,8 +45,17 @@ def test_findings_of_a_good_machine(probes: dict, capsys: pytest.CaptureFixture[
     assert [s for s in verdicts() if s != "shared memory"] == subjects
     assert "bad" not in verdicts().values()
     assert doctor.main() == 0
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
     assert all(words in out for words in ("Open MPI v5", "1.00 ms", "numpy 2, torch 3"))
+    assert err == ""
+
+
+def test_on_a_terminal_it_says_at_once_what_it_does(
+    probes: dict, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes the output for a terminal
+    assert doctor.main() == 0
+    assert "examining this machine" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

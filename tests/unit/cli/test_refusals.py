@@ -155,3 +155,13 @@ def test_a_current_folder_that_was_removed_is_told_in_one_line(tmp_path: Path) -
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.endswith("hpcsync: the current folder: No such file or directory; change to one that exists\n")
+
+
+@pytest.mark.parametrize("command", ["run", "simulate", "compare --vary optimizer.lr=[0.1] --simulate", "advise"])
+def test_an_out_without_a_name_is_refused_as_is_the_folder_of_a_run_for_several(command: str, tmp_path: Path) -> None:
+    name, *options = command.split()
+    is_refused(hpcsync(name, JOB, *options, "--out", ""), '--out "": must name a folder\n')
+    (tmp_path / "trace.h5").touch()
+    result = hpcsync(name, JOB, *options, "--out", ".")
+    assert (result.exit_code, result.stdout.removesuffix("\n")) == (2, "")
+    assert result.stderr.endswith("out .: must not hold a trace.h5 already: runs are never overwritten\n")

@@ -12,6 +12,7 @@ import numpy.lib.recfunctions as rfn
 import pytest
 
 import hpcsync
+from hpcsync.config.errors import JobError
 from hpcsync.trace import reader
 from hpcsync.trace.reader import TraceError
 from hpcsync.trace.schema import ADDED, CHECKSUM, TABLES, checksum
@@ -379,3 +380,9 @@ def test_a_trace_of_format_version_7_is_read_and_resumed(path, tmp_path):
     trace = reader.load(path)
     assert trace.attributes["format_version"] == 9
     assert trace.tables["grants"].tobytes() == grants.tobytes()
+
+
+def test_a_frame_without_pandas_is_refused_in_one_line(path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(JobError, match=r"^Trace\.frame: needs pandas, which is not installed: pip install pandas$"):
+        reader.load(path).frame("pushes")
