@@ -1,7 +1,11 @@
-"""A small job for tests, with whatever tables a test wants different."""
+"""A small job for tests, with whatever tables a test wants different, and the message of one that is refused."""
 
+from collections.abc import Callable
 from typing import Any
 
+import pytest
+
+from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
 
 # Options that a [paradigm] must have, by its name.
@@ -29,3 +33,12 @@ def make_job(**tables: Any) -> Job:
         "cluster": {"workers": 2},
     }
     return Job.from_table({**table, **tables})
+
+
+def refusal(refused: Callable[..., object], *given: Any, **keys: Any) -> str:
+    """Return the message, one line, of the JobError that a call raises."""
+    with pytest.raises(JobError) as caught:
+        refused(*given, **keys)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message

@@ -16,6 +16,7 @@ from hpcsync.cli import app
 from hpcsync.cli.slurm import BatchRequest, script
 from hpcsync.config.errors import JobError
 from hpcsync.system import launcher, rank_environment
+from tests.unit.jobs import refusal
 
 JOB = """
 name = "small"
@@ -196,10 +197,7 @@ def test_a_run_that_starts_its_ranks_is_none_of_a_step_from_which_the_job_was_su
     ],
 )
 def test_user_errors_are_one_line(job: Path, given: dict, message: str) -> None:
-    with pytest.raises(JobError) as caught:
-        script(job, [], TWO_BY_TWO._replace(**given), "")
-    assert str(caught.value).startswith(message)
-    assert "\n" not in str(caught.value)
+    assert refusal(script, job, [], TWO_BY_TWO._replace(**given), "").startswith(message)
 
 
 @pytest.mark.parametrize("time", ["0", "90", "90:59", "100:59:59", "7-0", "7-23", "7-23:59:59"])

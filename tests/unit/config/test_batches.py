@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from hpcsync.config.batches import Batches
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
-from tests.unit.jobs import make_job
+from tests.unit.jobs import make_job, refusal
 
 
 def job(**keys: Any) -> Job:
@@ -20,12 +21,7 @@ def job(**keys: Any) -> Job:
     )
 
 
-def error(**keys: Any) -> str:
-    with pytest.raises(JobError) as caught:
-        job(**keys)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
+error = partial(refusal, job)
 
 
 SPEED: dict[str, Any] = {"policy": "proportional"}

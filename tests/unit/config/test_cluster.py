@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from hpcsync.config.cluster import Cluster, ClusterEvent, Network, absences
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job, refuse_simulated
-from tests.unit.jobs import make_job
+from tests.unit.jobs import make_job, refusal
 
 COMPUTE = {"model": "constant", "seconds": 1.0}
 
@@ -21,12 +22,7 @@ def cluster(*events: Any, **keys: Any) -> Job:
     return make_job(cluster={"workers": 4, "compute": COMPUTE, "events": list(events), **keys})
 
 
-def error(*events: Any, **keys: Any) -> str:
-    with pytest.raises(JobError) as caught:
-        cluster(*events, **keys)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
+error = partial(refusal, cluster)
 
 
 # ---- events ----

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,8 @@ import pytest
 from hpcsync.compression import CODECS, ErrorFeedback, TensorLayout, create
 from hpcsync.compression.dgc import DGC
 from hpcsync.config.compression import CodecOptions, DenseOptions
-from hpcsync.config.errors import JobError
 from hpcsync.config.job import KINDS, Job
-from tests.unit.jobs import make_job
+from tests.unit.jobs import make_job, refusal
 
 
 def job(
@@ -25,12 +25,7 @@ def job(
     return make_job(compression={"name": name, **keys}, **tables)
 
 
-def error(name: str, **keys: Any) -> str:
-    with pytest.raises(JobError) as caught:
-        job(name, **keys)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
+error = partial(refusal, job)
 
 
 def options(name: str, **keys: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from hpcsync.config.workloads import Digits, Text
 from hpcsync.paradigms import OPTIONS, ParadigmOptions
 from hpcsync.paradigms.dssp import DsspOptions
 from hpcsync.paradigms.ssp import SspOptions
-from tests.unit.jobs import make_job
+from tests.unit.jobs import make_job, refusal
 
 TOML = """
 name = "example"
@@ -60,11 +60,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def error(path: Path, *overrides: str, ranks: int | None = None) -> str:
-    with pytest.raises(JobError) as caught:
-        load(path, overrides, ranks)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
+    return refusal(load, path, overrides, ranks)
 
 
 def test_defaults_are_filled_in(path: Path) -> None:

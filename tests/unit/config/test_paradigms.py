@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,19 +11,14 @@ import pytest
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
 from hpcsync.paradigms import create
-from tests.unit.jobs import make_job
+from tests.unit.jobs import make_job, refusal
 
 
 def job(name: str, **keys: Any) -> Job:
     return make_job(paradigm={"name": name, **keys}, cluster={"workers": 4})
 
 
-def error(name: str, **keys: Any) -> str:
-    with pytest.raises(JobError) as caught:
-        job(name, **keys)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
+error = partial(refusal, job)
 
 
 SYNCHRONOUS, ASYNCHRONOUS = ("k-sync", "k-batch-sync"), ("k-async", "k-batch-async")

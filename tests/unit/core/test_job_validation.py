@@ -13,17 +13,13 @@ from hpcsync.config.errors import JobError
 from hpcsync.core.job_validation import check, check_model, optimizer_spec
 from hpcsync.training.optimizers import ELEMENTWISE, OptimizerSpec
 from hpcsync.workloads.registry import Workload
-from tests.unit.jobs import LINEAR, make_job
+from tests.unit.jobs import LINEAR, make_job, refusal
 
 ALL = ", ".join(sorted(ELEMENTWISE))
 
 
 def refused(**tables) -> str:
-    with pytest.raises(JobError) as caught:
-        check(make_job(**tables))
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
+    return refusal(lambda: check(make_job(**tables)))
 
 
 @pytest.fixture(autouse=True)
@@ -222,12 +218,12 @@ def test_a_model_is_on_one_device_that_ranks_can_compute_on(layers, found):
 def test_a_model_is_not_on_two_gpus(monkeypatch):
     model = torch.nn.Linear(2, 3)
     parameters = [SimpleNamespace(device=f"cuda:{i}") for i in range(2)]
-    for on, refusal in (
+    for on, expected in (
         (parameters[:1], nullcontext()),
         (parameters, pytest.raises(JobError, match="not on cuda:0, ")),
     ):
         monkeypatch.setattr(model, "parameters", lambda on=on: on)
-        with refusal:
+        with expected:
             check_model(make_job(), model, "mine", parameters=[model.weight])
 
 
