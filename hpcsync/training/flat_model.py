@@ -84,12 +84,14 @@ def flat_dtype(parameters: Sequence[nn.Parameter]) -> torch.dtype:
     Raises
     ------
     ValueError
-        If there are no parameters, or one is of another type than float32, float64, bfloat16 and float16.
+        If a parameter is of another type than float32, float64, bfloat16 and float16.
     """
     dtypes = {p.dtype for p in parameters}
-    if not dtypes or not dtypes <= {*DTYPES, *NARROW}:
-        found = ", ".join(sorted(map(str, dtypes))) or "no trainable parameters"
-        raise ValueError(f"the model has {found}: allowed are float32, float64, bfloat16 and float16")
+    if others := dtypes - {*DTYPES, *NARROW}:
+        raise ValueError(
+            f"parameters of {', '.join(sorted(map(str, others)))} cannot be trained: allowed are float32, float64, "
+            "bfloat16 and float16; leave others out of the optimizer"
+        )
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 

@@ -223,6 +223,11 @@ def lbfgs(model):
     return torch.optim.LBFGS(model.parameters())
 
 
+def counted(model):
+    model.count = torch.nn.Parameter(torch.zeros(2, dtype=torch.int64), requires_grad=False)
+    return torch.optim.Adam(model.parameters())
+
+
 class Own(torch.optim.Optimizer):
     def __init__(self, parameters):
         super().__init__(parameters, {})
@@ -247,6 +252,7 @@ def rates(model):
         (lambda model: Own(model.parameters()), {}, "optimizer Own: must be one without a closure"),
         (lambda model: Derived(model.parameters()), {}, "optimizer Derived: must be one without a closure"),
         (twice, {}, "optimizer: must have each parameter once"),
+        (counted, {}, "^model: parameters of torch.int64 cannot be trained: .*; leave others out of the optimizer"),
         (rates, {}, "optimizer: must be a torch Optimizer or a list of them, not LinearLR"),
         (lambda model: [sgd(model), rates(model)], {}, "optimizer: .*, not LinearLR"),
         (lambda model: {"all": sgd(model)}, {}, "optimizer: .*, not dict"),
