@@ -112,7 +112,8 @@ def draw_panel(axis: Axes, panel: pd.DataFrame, x: str, looks: dict[str, Any], t
         )
         plotting.draw_mean(axis, line.rename(columns={x: "x"}).astype({"x": float}), look, name)
         axis.plot(dots[x], dots["mean"], ".", ms=5, color=look["color"])
-        axis.plot(reached[x], reached["mean"], "o", ms=6.5, mfc="none", mew=0.8, color=look["color"])
+        circle: dict[str, Any] = {"ms": 6.5, "mfc": "none", "mew": 0.8, "clip_on": False, "in_layout": False}
+        axis.plot(reached[x], reached["mean"], "o", color=look["color"], **circle)
         axis.vlines(reached[x], 0, 0.06, transform=axis.get_xaxis_transform(), lw=0.8, color=look["color"])
     for value in targets:
         axis.axhline(value, lw=0.6, color=plotting.GREY, zorder=0)

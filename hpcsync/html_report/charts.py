@@ -228,7 +228,7 @@ def waiting_matrices(runs: Mapping[str, Sequence[RunData]]) -> Figure | None:
     if not panels:
         return None
     seeds = sorted({each[0].job.seed for each in runs.values()})
-    note = "A row is the worker that waited, a column the worker that it waited for."
+    note = "Seconds that the worker of a row waited for the worker of a column."
     if left_out:
         note += f" The {MATRIX_WORKERS} workers that waited or were waited for longest."
     columns = ("variant", "waiting", "for", "time (s)", "share (%)")

@@ -821,6 +821,8 @@ def test_accuracy_marks_when_each_run_reached_the_target(tmp_path):
     assert marks["time_s"].tolist() == times_s == [20.0, 30.0]  # the second evaluation, not the last
     assert marks["quantity"].unique().tolist() == ["accuracy"]
     assert "circles: target reached" in drawn.figure.legends[0].get_title().get_text()
+    circles = [line for axis in drawn.figure.axes for line in axis.lines if line.get_marker() == "o"]
+    assert circles and not any(line.get_clip_on() for line in circles), "whole at the upper end of an axis"
     (never,) = accuracy.draw([with_target(trace, target_accuracy=0.99999) for trace in runs])
     assert not (never.data["drawn"] == "target").any()
     assert "circles" not in never.figure.legends[0].get_title().get_text()
