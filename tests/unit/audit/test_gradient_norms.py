@@ -64,7 +64,8 @@ def test_without_arithmetic_there_are_none(tmp_path):
     trace = simulated(tmp_path, {"name": "bsp"}, SECONDS)
     assert np.isnan(trace.tables["pushes"]["gradient_sq"]).all()
     assert wrong(trace) == []
-    assert wrong(edit(trace, "pushes", 3, gradient_sq=1.0)) == [KNOWN]
+    for table in ("pushes", "updates"):
+        assert wrong(edit(trace, table, 3, gradient_sq=1.0)) == [KNOWN]
 
 
 KNOWN = "norms of gradients are known where there are gradients"
@@ -85,6 +86,7 @@ OWN = "the norm of an update is that of its step's gradient"
         ("bsp", "pushes", "gradient_sq", np.inf, MEAN),
         ("allreduce", "exchanges", "gradient_sq", np.inf, COMMON),
         ("asp", "pushes", "gradient_sq", -1.0, KNOWN),
+        ("asp", "updates", "gradient_sq", -1.0, KNOWN),
         ("asp", "pushes", "gradient_sq", np.nan, KNOWN),
         ("allreduce", "updates", "gradient_sq", 1.01, COMMON),
         ("allreduce", "exchanges", "mean_gradient_sq", 1.01, COMMON),

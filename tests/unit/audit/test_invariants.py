@@ -82,7 +82,10 @@ def test_the_traces_themselves_pass(ssp, parting, returning):
         ("pushes", {"worker": 3}),
         ("pushes", {"worker": -1}),
         ("pushes", {"outcome": 2}),
+        ("pushes", {"iteration": 0}),
+        ("pushes", {"version_read": -1}),
         ("pushes", {"batch_size": 0}),
+        ("pushes", {"local_steps": 0}),
         ("pushes", {"wait_s": -0.1}),
         ("pushes", {"comm_s": np.nan}),
         ("pushes", {"end_s": -1.0}),
@@ -91,6 +94,7 @@ def test_the_traces_themselves_pass(ssp, parting, returning):
         ("pushes", {"share": 1.01}),
         ("pushes", {"weight": -0.1}),
         ("pushes", {"weight": np.nan}),
+        ("pushes", {"weight": np.inf}),
         ("pushes", {"predicted_sample_s": 0.1}),
         ("pushes", {"predicted_fixed_s": 0.1, "predicted_sample_s": 0.0}),
         ("pushes", {"predicted_fixed_s": np.inf, "predicted_sample_s": 0.1}),
@@ -98,6 +102,7 @@ def test_the_traces_themselves_pass(ssp, parting, returning):
         ("grants", {"worker": 3}),
         ("grants", {"batch_size": 0}),
         ("updates", {"n_contributions": 0}),
+        ("updates", {"now_s": np.nan}),
     ],
 )
 def test_impossible_values(ssp, table, values):
@@ -157,6 +162,15 @@ def test_an_update_after_the_grant_that_names_it(ssp):
     # The last update: no later one contradicts its time.
     last_s = ssp.tables["updates"]["now_s"][-1]
     assert failing(edit(ssp, "updates", -1, now_s=last_s + 1e-9)) == {TIMES, SAMPLES}, "its evaluation is earlier"
+
+
+def test_an_update_after_the_next_one():
+    # The first two workers' pushes are applied but not granted until the third one pushes, 3 s after the start.
+    trace = record('name = "ssp"\nstaleness = 0', (1.0, 2.0, 3.0))
+    assert trace.tables["updates"]["now_s"][:3].tolist() == [1.0, 2.0, 3.0]
+    later = edit(trace, "updates", 0, now_s=2.5)
+    assert failing(later) == {TIMES}
+    assert failing(edit(later, "updates", 1, now_s=2.5)) == set()
 
 
 def test_a_decision_in_the_past():
@@ -340,6 +354,15 @@ def test_a_worker_that_leaves_twice(ssp):
 
 def test_a_stop_with_credits(ssp):
     assert failing(edit(ssp, "grants", -1, credits=1)) == {REPLAY_GRANTS, END}
+
+
+def test_a_push_after_a_stop_grant(ssp):
+    # It is dropped, as all pushes at the end are.
+    rows, stop = ssp.tables["pushes"], ssp.tables["grants"][-1]
+    late = rows[rows["worker"] == stop["worker"]][-1:].copy()
+    late["seq"], late["iteration"] = stop["seq"] + 1, stop["iteration"]
+    later = edit(ssp, "membership", -1, seq=stop["seq"] + 2)
+    assert END in failing(with_rows(later, "pushes", np.concatenate([rows, late])))
 
 
 def test_a_worker_that_continues_after_the_end(ssp):
