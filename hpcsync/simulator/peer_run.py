@@ -9,7 +9,7 @@ the same `PeerCoordinator`, which receives all information without delay.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ from hpcsync.paradigms.records import Problem, StepInfo
 from hpcsync.simulator.peer_numerics import NullNumerics, Replicas
 from hpcsync.simulator.peer_transfers import Workers
 from hpcsync.simulator.run import Judged, Simulation, Watch
+from hpcsync.training.lr_schedule import EvaluationSchedule
 from hpcsync.workloads.registry import Workload
 
 
@@ -90,7 +91,8 @@ class PeerSimulation(Simulation, Transport):
     """
 
     coordinator: PeerCoordinator
-    _numerics: Any  # those of the transport
+    _numerics: Any
+    _create_numerics: Callable[[Job, Workload], Any] = Replicas  # those of the transport with arithmetic
 
     def __init__(
         self,
@@ -103,13 +105,14 @@ class PeerSimulation(Simulation, Transport):
         super().__init__(job, workload, workers.loop, trace, watch)
         self.coordinator = PeerCoordinator(job, trace, NoDetector())
         self._links = workers.links
-        self._numerics = NullNumerics(job, workload) if workload.loss is None else self._create_numerics(workload)
+        self._numerics = (NullNumerics if workload.loss is None else self._create_numerics)(job, workload)
         method, step_s = create_method(job), update_s(job, workers.links.size_bytes)  # of all weights
         self._workers = [
             _PeerWorker(device, PeerMachine(job, worker, method, update, self, evaluated=self._evaluated), step_s)
             for worker, (device, update) in enumerate(zip(workers.devices, self._numerics.updates, strict=True))
         ]
-        self._asynchronous = not method.synchronous  # then a worker hears at once that the run is over
+        if method.synchronous:  # their machines know when an evaluation is due
+            self._evaluations = EvaluationSchedule(0)
         self._n_published = 0  # of an iteration of synchronous workers
 
     def _start(self) -> None:
@@ -124,10 +127,6 @@ class PeerSimulation(Simulation, Transport):
         self._numerics.finish()
 
     # ---- defined by the transport ----
-
-    def _create_numerics(self, workload: Workload) -> Any:
-        """Return the numerics of the run with arithmetic; by default every worker has weights of its own."""
-        return Replicas(self._job, workload)
 
     def step(self, worker: int, lr: float, serial: int = 0) -> None:
         """Apply the worker's local step."""
@@ -232,7 +231,8 @@ class PeerSimulation(Simulation, Transport):
             self._after_halt(worker)
 
     def _after_halt(self, worker: int) -> None:
-        if self._workers[worker].machine.stopped or (self._asynchronous and self.coordinator.stopping):
+        machine = self._workers[worker].machine
+        if machine.stopped or (self.coordinator.stopping and not machine.in_step):  # asynchronous ones hear it at once
             self._leave(worker)
         else:
             self._begin(worker)
@@ -252,11 +252,6 @@ class PeerSimulation(Simulation, Transport):
                 return
 
     # ---- the run ----
-
-    def _evaluate_if_due(self) -> None:
-        """Evaluate asynchronous workers; synchronous ones publish when it is due."""
-        if self._asynchronous:
-            super()._evaluate_if_due()
 
     def _judge(self, version: int, samples: int, now_s: float) -> Judged:
         return now_s, version, samples, *self._numerics.evaluate()

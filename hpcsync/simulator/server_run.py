@@ -225,10 +225,8 @@ class ServerSimulation(Simulation):
             self._loop.at(max(self._free_s, self._loop.now_s), self._receive_next)
 
     def _receive_next(self) -> None:
-        if self._free_s > self._loop.now_s:  # updates for another reason, such as a worker that left
-            self._loop.at(self._free_s, self._receive_next)
-            return
-        self._receive_push(*self._arrived.popleft())
+        if self._free_s <= self._loop.now_s:  # no updates for another reason, such as a worker that left
+            self._receive_push(*self._arrived.popleft())
         if self._arrived:
             self._loop.at(max(self._free_s, self._loop.now_s), self._receive_next)
 

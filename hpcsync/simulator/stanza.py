@@ -120,9 +120,9 @@ class StanzaSimulation(PeerSimulation):
         self._last = math.inf  # iteration
         self._halt_after = 0  # iteration
 
-    def _create_numerics(self, workload: Workload) -> TwoHalves:
+    def _create_numerics(self, job: Job, workload: Workload) -> TwoHalves:
         assert self._model.halves is not None
-        return TwoHalves(self._job, workload, self._model.halves)
+        return TwoHalves(job, workload, self._model.halves)
 
     def _n_samples(self, worker: int) -> int:
         return self._batch_size * (len(self._partners[worker]) if self._group_of[worker].is_fc else 1)

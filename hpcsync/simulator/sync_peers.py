@@ -90,6 +90,7 @@ class AllReduceSimulation(_SynchronousPeers):
     """
 
     _numerics: OneReplica | NullNumerics
+    _create_numerics = OneReplica
 
     def __init__(self, job: Job, workload: Workload, *of_every_run: Any) -> None:
         super().__init__(job, workload, *of_every_run)
@@ -102,9 +103,6 @@ class AllReduceSimulation(_SynchronousPeers):
         self._buckets = gradient_buckets(size_bytes, chosen or default_bucket_bytes(size_bytes, between_nodes=True))
         compression = compressor.of_job(job, trainable(workload.model))
         self._averages = compression is not None and compression.averages
-
-    def _create_numerics(self, workload: Workload) -> OneReplica:
-        return OneReplica(self._job, workload)
 
     def _n_samples(self, worker: int) -> int:
         return self._batch_size if self._division is None else self._division.work(worker)[1]
