@@ -410,8 +410,7 @@ class RankSession(Session):
                 self._part()
                 together = survivors(self._comm) if self._tolerant else self._comm
                 complete = together.size == self._comm.size
-                self._layers.share(together, self._untrained)
-                self._share_kept(together)
+                self._share_results(together)
                 if complete:
                     self._free()
                     self._layers.free()
@@ -427,13 +426,9 @@ class RankSession(Session):
         sys.stderr.flush()
         end_all(self._comm, error)
 
-    @property
-    def _untrained(self) -> list[torch.nn.Parameter]:
-        """Parameters of which all ranks get a worker's, where rank 0 is none."""
-        return []
-
-    def _share_kept(self, comm: MPI.Intracomm) -> None:
-        """Give the script's optimizers on all ranks what others have kept for them; collective over the survivors."""
+    def _share_results(self, comm: MPI.Intracomm) -> None:
+        """Give all ranks what others have at the end; collective over the survivors."""
+        self._layers.share(comm)
 
     def _conclude(self) -> None:
         """Finish the outputs, after the last rank has finished."""

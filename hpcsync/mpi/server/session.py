@@ -79,17 +79,14 @@ class LinkedSession(RankSession):
     def _free(self) -> None:
         self._link.free()
 
-    @property
-    def _untrained(self) -> list[torch.nn.Parameter]:
-        """Parameters that no optimizer has: a forward pass may change them, such as a moving average of others."""
-        trained = {id(p) for p in self.flat.parameters}
-        return [p for p in self._model.parameters() if id(p) not in trained]
+    def _share_results(self, comm: MPI.Intracomm) -> None:
+        """Give all ranks the model, and their optimizers of the script what the servers' have kept.
 
-    def _share_kept(self, comm: MPI.Intracomm) -> None:
-        """Give all ranks' optimizers of the script what the servers' have kept; collective over the survivors.
-
-        Learning rates and the like are those of a worker, whose schedulers have changed them.
+        Learning rates and the like, and parameters that no optimizer has, are those of a worker: its schedulers have
+        changed the former, and its forward passes may have changed the latter, such as a moving average of others.
         """
+        trained = {id(p) for p in self.flat.parameters}
+        self._layers.share(comm, [p for p in self._model.parameters() if id(p) not in trained])
         if self._script is None or self._job.steps_on_workers:
             return
         own = [] if self._pieces is None else self._pieces.kept_pieces()
