@@ -31,7 +31,6 @@ from hpcsync.trace.schema import Phase
 from hpcsync.training import compressor
 from hpcsync.training.buffers import Buffers
 from hpcsync.training.flat_model import FlatModel, squared_norm
-from hpcsync.training.gradient import Loss
 from hpcsync.training.loading import Source
 from hpcsync.training.local_update import Outer, Peer, PushSumPeer, Received
 from hpcsync.training.optimizers import OptimizerSpec
@@ -155,10 +154,6 @@ class Exchange(Transport, Stateful):
             Attributes to add to the trace, from the first call only.
         """
         return {}
-
-    def loss_here(self, loss: Loss | None) -> Loss | None:
-        """Return the loss that the job's loop computes on this rank."""
-        return loss
 
     def begin(self, batch: Any) -> Any:
         """Begin an iteration; return the batch from which the gradient is computed."""

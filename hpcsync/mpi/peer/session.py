@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -100,7 +100,9 @@ class PeerSession(RankSession):
         if one_sided:
             self._progression = choose(self._link.comm, transport=transport, tolerant=self._tolerant)
         poll = self._progression.poll if self._progression and self._progression.kind == "hooks" else None
-        self._hooks = [] if poll is None else self._hook(poll)
+        trained = [p for p in self.flat.parameters if p.requires_grad]
+        # Every computed gradient drives the progress of other workers' transfers.
+        self._hooks = [] if poll is None else [p.register_post_accumulate_grad_hook(lambda _: poll()) for p in trained]
         self._clocks = self._link.start(0.0 if run is None else run["now_s"])
         allocated = None if self._division is None else partial(self._division.work, self.rank)
         self._iterations = self._create_iterations(self.rank, self._link.clock.now, allocated, poll)
@@ -112,16 +114,12 @@ class PeerSession(RankSession):
             self._machine.restore(self._resumed["machine"])
             self._machine.resume(comm.size, run["evaluated"])
 
-    def _hook(self, poll: Callable[[], None]) -> list[torch.utils.hooks.RemovableHandle]:
-        """Let every computed gradient drive the progress of other workers' transfers."""
-        parameters = [p for p in self.flat.parameters if p.requires_grad]
-        return [p.register_post_accumulate_grad_hook(lambda _: poll()) for p in parameters]
-
     # ---- training ----
 
     def loss_here(self, loss: Loss | None) -> Loss | None:
-        """Return the loss that the job's loop computes on this rank."""
-        return self._exchange.loss_here(loss)
+        """Return the loss; below the cut the sum of the model's placeholder, which only starts the backward pass."""
+        below = isinstance(self._layers, SeparatedLayers) and not self._layers.is_fc
+        return (lambda model, x, *rest: model(x).sum()) if below else loss
 
     def _batches(self, asked: Asked) -> Batches:
         """Return this worker's batches; restore the state of a resumed run first."""
@@ -308,7 +306,9 @@ class PeerSession(RankSession):
             self._halt_if_requested()
         self._link.send_status(messages.StepInfoKind.ENDED)
         self._link.wait_for_all()
-        self._settle()
+        self._poll_commands()
+        if (step_info := self._machine.absorb_rest(self._link.clock.now())) is not None:  # no worker sends any more
+            self._link.step_info(step_info)
         self._layers.compare(self.flat.weights)
         self._link.send_status(messages.StepInfoKind.SETTLED)
         while not self._exchange.publish(self._machine.serial + 1):
@@ -317,12 +317,6 @@ class PeerSession(RankSession):
         backoff.barrier()
         self._finish_training()
         backoff.barrier()
-
-    def _settle(self) -> None:
-        """Absorb the models received since the last iteration, once no worker sends any more."""
-        self._poll_commands()
-        if (step_info := self._machine.absorb_rest(self._link.clock.now())) is not None:
-            self._link.step_info(step_info)
 
     def _finish_training(self) -> None:
         """Handle that all workers have published their final weights; on rank 0 only."""

@@ -32,7 +32,6 @@ from hpcsync.paradigms.records import ALL_PEERS
 from hpcsync.paradigms.stanza import StanzaOptions
 from hpcsync.planning.split_cost import Shape
 from hpcsync.training.flat_model import trainable
-from hpcsync.training.gradient import Loss
 from hpcsync.training.loading import Ordered, Source
 from hpcsync.training.model_split import ModelSplit, activation_shape, check_halves, tensors_of, without_values
 
@@ -135,10 +134,6 @@ class StanzaExchange(Summing):
                 batch = tuple(tensor.clone() for tensor in batch)
         self._batch, self._version = batch, batch[0]._version
         return batch
-
-    def loss_here(self, loss: Loss | None) -> Loss | None:
-        """Return the loss; on a convolution worker the sum of the placeholder, which only starts the backward pass."""
-        return loss if self._layers.is_fc else lambda model, x, *rest: model(x).sum()
 
     def _compute_below(self, *inputs: Any, **options: Any) -> torch.Tensor:
         """Compute a convolution worker's forward pass of the current batch."""
