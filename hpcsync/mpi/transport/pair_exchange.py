@@ -32,7 +32,7 @@ from mpi4py import MPI
 
 from hpcsync.mpi.transport.backoff import Backoff
 from hpcsync.mpi.transport.tensor_window import HOST, Transport
-from hpcsync.mpi.transport.window import Window
+from hpcsync.mpi.transport.window import Freed, Window
 
 FREE = 0  # holder of a lock that nobody holds
 
@@ -55,7 +55,7 @@ class Shared(NamedTuple):
     n_averaged: int
 
 
-class PairExchange:
+class PairExchange(Freed):
     """Vectors that ranks share, and averages of pairs of them.
 
     Parameters
@@ -244,9 +244,3 @@ class PairExchange:
         self._rows.free()
         self._locks.free()
         self._scalars.free()
-
-    def __enter__(self) -> PairExchange:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.free()

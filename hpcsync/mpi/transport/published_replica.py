@@ -32,14 +32,14 @@ import torch
 from mpi4py import MPI
 
 from hpcsync.mpi.transport.tensor_window import HOST, Transport
-from hpcsync.mpi.transport.window import Window
+from hpcsync.mpi.transport.window import Freed, Window
 
 ROWS = 4  # one current, one to fill, two for slow readers
 UNREAD_ROWS = 3  # if ranks do not read each other: one current, one to fill, one for the evaluation
 CURRENT = 0  # index of the word
 
 
-class PublishedReplica:
+class PublishedReplica(Freed):
     """Flat replica of this rank for others to read, and access to theirs.
 
     Before the first publication, a replica of zeros with serial number 0 is current.
@@ -300,9 +300,3 @@ class PublishedReplica:
         """Free the windows; collective, and harmless when repeated. No rank may still be reading."""
         self._rows.free()
         self._words.free()
-
-    def __enter__(self) -> PublishedReplica:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.free()

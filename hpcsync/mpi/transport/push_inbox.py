@@ -32,7 +32,7 @@ from mpi4py import MPI
 from hpcsync.mpi.transport.backoff import Backoff
 from hpcsync.mpi.transport.tensor_window import HOST, Transport
 from hpcsync.mpi.transport.ulfm import RankFailed
-from hpcsync.mpi.transport.window import PIECE_BYTES, Window
+from hpcsync.mpi.transport.window import PIECE_BYTES, Freed, Window
 from hpcsync.training.local_update import Received
 
 SLOTS = 4  # with fewer of them more vectors are added to others, which takes twice as long as a put
@@ -51,7 +51,7 @@ class _Claimed(NamedTuple):
 GONE = _Claimed(-1, EMPTY)  # no slot: the receiver has died
 
 
-class PushInbox:
+class PushInbox(Freed):
     """Inbox of this rank, and access to those of all other ranks.
 
     Parameters
@@ -243,12 +243,6 @@ class PushInbox:
         """Free the windows; collective, and harmless when repeated. No rank may still be sending."""
         self._rows.free()
         self._words.free()
-
-    def __enter__(self) -> PushInbox:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.free()
 
 
 def _full(weight: float) -> int:

@@ -16,7 +16,7 @@ Every kind also works with `device` the CPU, without any benefit: "GPU memory" i
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,12 +26,12 @@ from mpi4py import MPI
 from hpcsync.mpi.transport import cuda
 from hpcsync.mpi.transport.node_memory import HostMemory, NodeMemory, node_memory, numpy_dtype
 from hpcsync.mpi.transport.node_topology import on_one_node
-from hpcsync.mpi.transport.window import Window
+from hpcsync.mpi.transport.window import Freed, Window
 
 CPU = torch.device("cpu")
 
 
-class TensorWindow(ABC):
+class TensorWindow(Freed):
     """Window of tensors.
 
     Attributes
@@ -67,16 +67,6 @@ class TensorWindow(ABC):
 
         All of its earlier reads and writes of `local` are complete on return.
         """
-
-    @abstractmethod
-    def free(self) -> None:
-        """Free the window; collective, and harmless when repeated. `local` must not be used afterwards."""
-
-    def __enter__(self) -> TensorWindow:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.free()
 
 
 class Transport(NamedTuple):

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from mpi4py import MPI
@@ -22,6 +23,20 @@ from hpcsync.mpi.transport.node_topology import on_this_node
 
 PIECE_BYTES = 1 << 17
 PIECES_UNDER_WAY = 4  # fills 20 Gbit/s if a round trip takes 0.2 ms
+
+
+class Freed(ABC):
+    """What all ranks create and free together, at the latest at the end of a `with` block."""
+
+    @abstractmethod
+    def free(self) -> None:
+        """Free it; collective, and harmless when repeated. Its memory must not be used afterwards."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.free()
 
 
 class _Transfer:
@@ -55,7 +70,7 @@ def _allocated(comm: MPI.Intracomm, n_bytes: int, unit: int) -> RawWindow:
         ) from None
 
 
-class Window:
+class Window(Freed):
     """RMA window, locked by all ranks for its whole life; ordering comes from `flush`.
 
     Parameters
@@ -199,9 +214,3 @@ class Window:
             win.Unlock_all()
             win.Free()
             shm_budget.give_back(self._taken)
-
-    def __enter__(self) -> Window:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.free()
