@@ -16,7 +16,7 @@ from hpcsync.run_dir import layout, unfinished
 from hpcsync.simulator.simulate import simulate
 from hpcsync.trace.reader import TraceError, load, settle
 from hpcsync.trace.writer import TraceWriter
-from tests.unit.jobs import make_job
+from tests.unit.jobs import make_job, refusal
 from tests.unit.trace import recorder
 
 JOB = recorder.job_of("bsp", 2)
@@ -43,9 +43,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("name", ["empty", "new", "new/below"])
 def test_a_read_only_file_system(disk: Path, name: str) -> None:
-    with pytest.raises(JobError) as caught:
-        layout.choose(JOB, disk / name)
-    assert str(caught.value) == f"out {disk / name}: Read-only file system"
+    assert refusal(layout.choose, JOB, disk / name) == f"out {disk / name}: Read-only file system"
 
 
 def test_the_usual_folder_in_a_read_only_place(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:

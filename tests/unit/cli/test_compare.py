@@ -26,6 +26,7 @@ from hpcsync.run_dir import lock
 from hpcsync.system import launcher
 from hpcsync.system.launcher import LaunchError
 from hpcsync.trace.reader import load as load_trace
+from tests.unit.jobs import refusal
 
 JOB = """
 name = "small"
@@ -233,9 +234,7 @@ def test_runs_on_ranks_and_simulations_do_not_share_a_folder(job: Path, commands
 def test_bad_input_is_refused_before_anything_starts(
     job: Path, commands: Commands, given: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(JobError) as refused:
-        main([job], asked(**given))
-    assert message in str(refused.value)
+    assert message in refusal(main, [job], asked(**given))
     assert commands.folders == []
     assert not Path("grid").exists()
 

@@ -19,6 +19,7 @@ from hpcsync.system.launcher import Ended, LaunchError
 from hpcsync.trace import reader
 from hpcsync.trace.provenance import provenance
 from hpcsync.trace.writer import TraceWriter
+from tests.unit.jobs import refusal
 from tests.unit.run_states import run_state
 
 TOML = """
@@ -106,9 +107,7 @@ def test_a_trace_is_never_overwritten(path: Path, ranks: Ranks) -> None:
     ],
 )
 def test_no_rank_starts_for_a_wrong_job(path: Path, ranks: Ranks, override: str, message: str) -> None:
-    with pytest.raises(JobError) as caught:
-        run.run(path, [override], None, Path("o"))
-    assert str(caught.value).startswith(message)
+    assert refusal(run.run, path, [override], None, Path("o")).startswith(message)
     assert (ranks.command, Path("o").exists()) == ([], False)
 
 

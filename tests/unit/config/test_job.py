@@ -460,18 +460,14 @@ def test_a_run_starts_with_all_workers_and_resumes_with_fewer_unless_the_job_say
             if n_ranks in allowed:
                 job.refuse_ranks(n_ranks, resumes=resumed)
                 continue
-            with pytest.raises(JobError) as caught:
-                job.refuse_ranks(n_ranks, resumes=resumed)
-            assert str(caught.value) == (
+            assert refusal(job.refuse_ranks, n_ranks, resumes=resumed) == (
                 f"cluster.workers = 4{f', cluster.workers_min = {workers_min}' if fewest else ''}: with "
                 f"cluster.servers = {job.cluster.servers} this takes {takes} ranks, but there are {n_ranks}"
             )
 
 
 def test_fewer_workers_are_refused_where_exchanges_need_all() -> None:
-    with pytest.raises(JobError) as caught:
-        make_job(**STANZA, cluster={"workers": 4, "workers_min": 3})
-    assert str(caught.value) == (
+    assert refusal(make_job, **STANZA, cluster={"workers": 4, "workers_min": 3}) == (
         'cluster.workers_min = 3: must be cluster.workers = 4 with paradigm.name = "stanza", whose exchanges need all '
         "workers"
     )
@@ -762,9 +758,7 @@ def test_a_trace_is_found_beside_the_job_file(path: Path, monkeypatch: pytest.Mo
 
 def test_jobs_for_simulation_only_are_refused(path: Path) -> None:
     refuse_simulated(load(path, ["cluster.network={}"]))  # which real ranks have no use for, but need not refuse
-    with pytest.raises(JobError) as caught:
-        refuse_simulated(load(path, [f"cluster.times_from={path}"]))
-    assert str(caught.value) == (
+    assert refusal(refuse_simulated, load(path, [f"cluster.times_from={path}"])) == (
         f"cluster.times_from = {shown(str(path))}: must not be given to run: real ranks take their own times; "
         "hpcsync simulate takes it"
     )

@@ -6,6 +6,7 @@ import pytest
 
 from hpcsync.config.errors import JobError
 from hpcsync.config.time_table import read_times
+from tests.unit.jobs import refusal
 
 HEAD = "worker,iteration,seconds\n"
 
@@ -48,9 +49,7 @@ def test_errors_name_their_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.chdir(tmp_path)  # long paths are cut short in messages
     path = Path("t.csv")
     path.write_text(text)
-    with pytest.raises(JobError) as caught:
-        read_times(path, 2)
-    assert str(caught.value) == f'cluster.compute.table = "{path}": {problem}'
+    assert refusal(read_times, path, 2) == f'cluster.compute.table = "{path}": {problem}'
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from hpcsync.state import plain
 from hpcsync.system.atomic_files import NotWritten
 from hpcsync.trace.reader import load
 from hpcsync.trace.writer import TraceWriter
-from tests.unit.jobs import make_job
+from tests.unit.jobs import make_job, refusal
 from tests.unit.run_states import run_state
 
 KILLS = 40
@@ -123,9 +123,7 @@ def test_changes_that_a_resumed_run_may_make(changed, line):
     if line is None:
         checkpoint.refuse_other_job(before, now)
     else:
-        with pytest.raises(JobError) as told:
-            checkpoint.refuse_other_job(before, now)
-        assert str(told.value) == line
+        assert refusal(checkpoint.refuse_other_job, before, now) == line
 
 
 def test_a_setting_that_is_ignored_may_change():

@@ -7,9 +7,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from hpcsync.config.errors import JobError
 from hpcsync.system import gpu_selection
 from hpcsync.system.gpu_selection import Found, Gpu
+from tests.unit.jobs import refusal
 
 NONE = Found(0, "torch sees no GPU")
 TWO = Found(2, "")
@@ -144,9 +144,7 @@ def test_the_device_of_a_run(device: str, window: str, found: Found, chosen: str
 )
 def test_a_job_that_needs_a_gpu_is_refused_without_one(device: str, window: str, found: Found, message: str) -> None:
     assert gpu_selection.needed(device, window)
-    with pytest.raises(JobError) as caught:
-        gpu_selection.choose(device, window, found)
-    assert str(caught.value) == message
+    assert refusal(gpu_selection.choose, device, window, found) == message
 
 
 def test_values_that_need_no_gpu() -> None:

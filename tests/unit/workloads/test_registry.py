@@ -21,7 +21,7 @@ from hpcsync.workloads.registry import (
     evaluated,
     half_squared_error,
 )
-from tests.unit.jobs import LINEAR, make_job
+from tests.unit.jobs import LINEAR, make_job, refusal
 
 
 def make(name, seed=1, **settings) -> Workload:
@@ -160,16 +160,13 @@ MUST_BE_FOUND = "must name a function that can be imported: "
 def test_a_function_that_serves_not_is_refused(module, name, message):
     module.other = lambda: torch.nn.Linear(1, 1)
     module.number = 3
-    with pytest.raises(JobError) as caught:
-        make(name)
-    assert str(caught.value) == f'workload.name = "{name}": {message}'
+    assert refusal(make, name) == f'workload.name = "{name}": {message}'
 
 
 def test_options_that_the_function_does_not_have_are_refused(module):
     module.make = lambda width: None
-    with pytest.raises(JobError) as caught:
-        make("a_module:make", options={"height": 6})
-    assert str(caught.value).startswith('workload.options = {"height": 6}: must fit a_module:make: ')
+    message = refusal(make, "a_module:make", options={"height": 6})
+    assert message.startswith('workload.options = {"height": 6}: must fit a_module:make: ')
 
 
 def test_a_script_builds_its_own():

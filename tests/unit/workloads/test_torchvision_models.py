@@ -5,9 +5,9 @@ import sys
 import pytest
 import torch
 
-from hpcsync.config.errors import JobError
 from hpcsync.workloads import torchvision_models
 from hpcsync.workloads.torchvision_models import ARCHITECTURES, Architecture, build, shape
+from tests.unit.jobs import refusal
 
 # Parameters below and above the cut, numbers there, and the operations of a sample's forward pass, in 10^9.
 SIZES = {
@@ -54,16 +54,13 @@ def test_off_the_meta_device_it_computes() -> None:
 
 
 def test_an_unknown_network() -> None:
-    with pytest.raises(JobError) as mistake:
-        shape("vgg-16")
-    assert str(mistake.value) == f'--model "vgg-16": must be one of {", ".join(ARCHITECTURES)}; did you mean vgg16?'
+    known = ", ".join(ARCHITECTURES)
+    assert refusal(shape, "vgg-16") == f'--model "vgg-16": must be one of {known}; did you mean vgg16?'
 
 
 def test_without_torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchvision.models", None)
-    with pytest.raises(JobError) as mistake:
-        build("alexnet")
-    assert str(mistake.value) == '--model "alexnet": needs torchvision: pip install torchvision'
+    assert refusal(build, "alexnet") == '--model "alexnet": needs torchvision: pip install torchvision'
 
 
 def test_other_mistakes_of_torchvision_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
