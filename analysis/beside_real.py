@@ -55,6 +55,7 @@ def main(
         typer.Option(callback=arguments.among(beside_hosts.RATES), help="With --hosts: links of this rate."),
     ] = None,
 ) -> None:
+    """Compare simulations with runs on real ranks, under every paradigm."""
     if hosts:
         arguments.writable(out / "beside_hosts.csv")
         try:

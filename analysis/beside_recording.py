@@ -45,6 +45,7 @@ def main(
     wide: Annotated[bool, typer.Option("--wide", help="A model of 10 MB in place of 77 kB.")] = False,
     out: Annotated[Path, typer.Option("-o", help="Folder for the runs and the table.")] = Path("beside_recording"),
 ) -> None:
+    """Compare predictions from a recorded loop with the same loop under hpcsync.connect."""
     arguments.new(out).mkdir(parents=True)
     settings = WIDE if wide else NARROW
     rows = [row for i in range(rounds) for row in one_round(settings, out / str(i))]

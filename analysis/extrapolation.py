@@ -52,6 +52,7 @@ def main(
     clusters: Annotated[int, typer.Option(min=2, help="Clusters of each kind.")] = 25,
     out: Annotated[Path, typer.Option("-o", help="Folder for the table.")] = Path("extrapolation"),
 ) -> None:
+    """Compare predictions for clusters with more workers than were measured with runs on them, in virtual time."""
     file = arguments.new(out / f"extrapolation-{measured}.csv")
     rows = [row for kind in KINDS for number in range(clusters) for row in predictions(kind, number, measured)]
     frame = pd.DataFrame(rows)

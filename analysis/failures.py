@@ -3,12 +3,12 @@
     python analysis/failures.py [--seeds 3] [-o FOLDER]
 
 Eight workers train for as long as ten hours without failures take. Workers fail at random moments, on average
-`FAILURES` times an hour in all, and are back after `BACK_S`. Under `on_death = "continue"` the others go on meanwhile;
+`FAILURES` times an hour in all, and are back after `BACK_S`. Under `on_death = "continue"` the others train meanwhile;
 a worker fails between two iterations. Under `on_death = "restart"` every failure ends the run, which resumes from its
 last checkpoint after `BACK_S`, and repeats what it had done since.
 
-A worker that stalls stands still for `BACK_S` within one iteration, and then continues: nothing is lost, but whoever
-waits for it stands still, too.
+A worker that stalls stands still for `BACK_S` within one iteration, and then continues: nothing is lost, but workers
+that wait for it stand still, too.
 
 FOLDER/failures.csv has all durations; the figure is FOLDER/failures.png and .svg.
 """
@@ -54,6 +54,7 @@ def main(
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each setting.")] = 3,
     out: Annotated[Path, typer.Option("-o", help="Folder for the table and the figure.")] = Path("failures"),
 ) -> None:
+    """Simulate what failures and stalls cost under each paradigm."""
     arguments.new(out / "failures.csv")
     frame = pd.DataFrame([row for seed in range(1, seeds + 1) for row in durations(seed)])
     frame["cost"] = frame["hours"] / frame.groupby(["method", "seed"])["undisturbed_hours"].transform("first") - 1
