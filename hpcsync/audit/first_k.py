@@ -136,11 +136,6 @@ def k_is_chosen_right(recount: Recount, paradigm: FirstKOptions) -> Check:
             ~(chosen - k_before == np.sign(wanted - k_before)) | (chosen == k_before),
             lambda i: f"{at[i]} moves from {k_before[i]:g} to {chosen[i]:g}, wanted is {wanted[i]:g}",
         ),
-        # After a departure the value before the move may be outside the limits.
-        (
-            ((chosen < least) & (chosen < k_before)) | (chosen > recount.n_workers),
-            lambda i: f"{at[i]} is {chosen[i]:g}, not within {least[i]} to {recount.n_workers}",
-        ),
     )
 
 

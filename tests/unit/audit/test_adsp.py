@@ -166,6 +166,11 @@ def test_grants_and_pushes_of_ashl(ashl, row):
     assert failing_bounds(edit(ashl, "pushes", row, weight=0.3)) == {SHARE}
 
 
+def test_a_stop_grant_allocates_no_samples(ashl):
+    assert ashl.tables["grants"]["local_steps"][-1] == 0
+    assert failing_bounds(edit(ashl, "grants", -1, first_sample=8)) == {ALLOCATED}
+
+
 def test_a_worker_that_leaves_may_have_made_fewer_steps(ashl):
     pushes = ashl.tables["pushes"]
     row = np.flatnonzero(pushes["worker"] == 1)[-1]

@@ -129,6 +129,15 @@ def test_each_rank_has_a_clock_at_each_start():
         assert failing(edit(trace, "clocks", 0, **{column: 1.0})) == {CLOCKS}, "rank 0's own clock"
 
 
+@pytest.mark.parametrize("column", ["rank", "start"])
+@pytest.mark.parametrize("value", [-9, 9])
+def test_clocks_of_unknown_ranks_and_starts(column, value):
+    trace = on_ranks(record("dssp"), 1e-5, starts=((0.0, 0), (5.0, 20)))
+    further = trace.tables["clocks"][-1:].copy()
+    further[column] = value
+    assert failing(with_rows(trace, "clocks", np.append(trace.tables["clocks"], further))) == {CLOCKS}
+
+
 def test_a_start_may_lack_a_worker_that_is_away():
     trace = record("dssp", changes=[(7.0, 1)])
     died_seq = trace.tables["membership"]["seq"][0]
@@ -152,7 +161,9 @@ def test_no_worker_dies_where_a_death_ends_the_run():
     ends = trace.job.model_copy(update={"cluster": trace.job.cluster.model_copy(update={"on_death": "end"})})
     trace = dataclasses.replace(trace, attributes={**trace.attributes, "job": ends.to_toml()})
     assert failing(trace) == {ABSENT}
-    fewer = on_ranks(trace, 1e-5, starts=((0.0, 0), (7.0, trace.tables["membership"]["seq"][0] - 1)))
+    died_seq = trace.tables["membership"]["seq"][0]
+    assert failing(on_ranks(trace, 1e-5, starts=((0.0, 0), (7.0, died_seq + 1)))) == set(), "before it, by another job"
+    fewer = on_ranks(trace, 1e-5, starts=((0.0, 0), (7.0, died_seq - 1)))
     assert failing(fewer) == {ABSENT}
     fewer = with_rows(fewer, "clocks", np.delete(fewer.tables["clocks"], 4 + 2))
     assert failing(fewer) == set(), "resumed without it"

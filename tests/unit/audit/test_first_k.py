@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from hpcsync.audit.server_recount import Recount
+from hpcsync.planning import k_controller
 from hpcsync.trace.schema import Outcome
 from tests.unit.audit.failing import failing, failing_bounds
 from tests.unit.trace.recorder import edit, record, remove, with_job, with_rows, with_status
@@ -210,6 +211,18 @@ def test_a_change_at_another_update(adaptive):
     later = edit(adaptive, "decisions", 0, seq=pushes["seq"][push])
     later = edit(edit(later, "pushes", push, seq=seq + 4), "grants", row, seq=seq)
     assert K in failing_bounds(later)
+
+
+def test_a_choice_that_changes_nothing(adaptive):
+    before = adaptive.tables["decisions"]["k_before"][-1]
+    assert K in failing_bounds(edit(adaptive, "decisions", -1, chosen=before, k_state=before))
+
+
+def test_changes_after_other_numbers_of_updates(monkeypatch):
+    monkeypatch.setattr(k_controller, "INTERVAL", 10)
+    trace = record(k("k-sync", '"state"'), (1.0, 1.1, 3.0, 3.2), updates=35, jitter=0.1)
+    assert len(trace.tables["decisions"])
+    assert failing_bounds(trace) == {K}
 
 
 def test_updates_of_the_k_before_a_change(adaptive):

@@ -101,6 +101,7 @@ def test_the_traces_themselves_pass(ssp, parting, returning):
         ("grants", {"first_sample": -2}),
         ("grants", {"worker": 3}),
         ("grants", {"batch_size": 0}),
+        ("grants", {"batch_size": -1}),
         ("updates", {"n_contributions": 0}),
         ("updates", {"now_s": np.nan}),
     ],
@@ -287,7 +288,9 @@ def test_a_wrong_sum_of_samples(ssp):
     assert failing(edit(ssp, "updates", row, samples=1)) == {SAMPLES}
 
 
-@pytest.mark.parametrize("values", [{"samples": 41}, {"version": 99}, {"version": -1}, {"now_s": 0.0}])
+@pytest.mark.parametrize(
+    "values", [{"samples": 41}, {"version": 99, "samples": 0}, {"version": -1, "samples": 0}, {"now_s": 0.0}]
+)
 def test_an_evaluation_of_no_update(ssp, values):
     assert {SAMPLES} <= failing(edit(ssp, "evaluations", 0, **values)) <= {SAMPLES, EVALUATED}
 

@@ -148,6 +148,7 @@ def test_every_check_has_a_name_of_its_own(trace):
     [
         ("exchanges", {"worker": 3}),
         ("exchanges", {"worker": -1}),
+        ("exchanges", {"iteration": -1}),
         ("exchanges", {"peer": 3}),
         ("exchanges", {"peer": -3}),
         ("exchanges", {"wire_bytes": -1}),
@@ -163,6 +164,8 @@ def test_every_check_has_a_name_of_its_own(trace):
         ("updates", {"n_contributions": 0}),
         ("updates", {"now_s": math.nan}),
         ("membership", {"worker": 7}),
+        ("membership", {"worker": -1}),
+        ("membership", {"now_s": math.nan}),
         ("membership", {"change": Change.JOINED}),
         ("membership", {"change": 3}),
     ],

@@ -145,7 +145,8 @@ def test_evaluations_that_are_not_due(trace):
     assert failing(with_rows(trace, "evaluations", np.delete(rows, 2))) == {DUE}, "missing"
     assert failing(with_rows(trace, "evaluations", rows[:-1])) == {DUE}, "none at the end"
     assert failing(with_rows(trace, "evaluations", rows[[0, 1, 1, *range(2, len(rows))]])) == {DUE}, "twice"
-    assert failing(edit(trace, "evaluations", 2, accuracy=1.5)) == {DUE}
+    for accuracy in (-0.5, 1.5):
+        assert failing(edit(trace, "evaluations", 2, accuracy=accuracy)) == {DUE}
     halved = trace.job.evaluation.model_copy(update={"every_samples": 20})
     assert failing(of_job(trace, evaluation=halved)) == {DUE}, "too few"
     doubled = trace.job.evaluation.model_copy(update={"every_samples": 80})

@@ -65,6 +65,8 @@ def test_a_trace_without_the_sizes_is_checked_as_far_as_it_can_be(tmp_path):
     unknown = {name: value for name, value in trace.attributes.items() if name not in sizes}
     more = edit(trace, "pushes", 3, wire_bytes=trace.tables["pushes"]["wire_bytes"][3] + 8)
     assert passes(dataclasses.replace(more, attributes={**unknown, "format_version": 8}))
+    none = edit(trace, "pushes", 3, wire_bytes=0)
+    assert not passes(dataclasses.replace(none, attributes={**unknown, "format_version": 8}))
     assert passes(dataclasses.replace(trace, attributes={**unknown, **sizes}))
     (check,) = (check for check in audit(dataclasses.replace(trace, attributes=unknown)) if not check.passed)
     assert check.detail == "no sizes of tensors follow from the attributes element_bytes, tensors"
