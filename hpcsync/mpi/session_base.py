@@ -111,6 +111,11 @@ class Given(NamedTuple):
         return [p for p in module.parameters() if id(p) in given]
 
 
+def _total(tensor: torch.Tensor) -> float:
+    """Return the sum of a tensor's elements, by which a change is noticed."""
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).sum(dtype=torch.float64).item()
+
+
 class RankSession(Session):
     """Session common to all ranks: one model at the beginning and the end, and an end that no rank leaves early.
 
@@ -152,6 +157,7 @@ class RankSession(Session):
         self.batches_before = used if isinstance(used, int) else 0  # what is wrong with the state is told later
         layers.share()
         self.flat.collect()
+        self._totals = {} if worker is None else {name: _total(p) for name, p in self._without_optimizer().items()}
         self._excepthook = sys.excepthook
         sys.excepthook = self._uncaught
         self._heed_signals = left_to_rank_0()
@@ -348,13 +354,23 @@ class RankSession(Session):
             "iterations": self._iterations.state(),
             "generators": rng_state.state(self.flat.weights.device),
             "buffers": dict(self._model.named_buffers()),
+            "untrained": {name: p for name, p in self._without_optimizer().items() if _total(p) != self._totals[name]},
         }
+
+    def _without_optimizer(self) -> dict[str, torch.Tensor]:
+        """Return the parameters of a script's model that no optimizer has; most of them never change."""
+        if self._script is None:
+            return {}
+        trained = {id(p) for optimizer in self._script.optimizers for p in parameters_of(optimizer)}
+        return {name: p.detach() for name, p in self._model.named_parameters() if id(p) not in trained}
 
     def _restore_training(self, state: Mapping[str, Any]) -> None:
         before_format_7 = {"used_by": [], "first_by": [], "training_epochs": 0}
         self._iterations.restore(before_format_7 | state["iterations"])
         rng_state.restore(state["generators"], self.flat.weights.device)
         restore_arrays(dict(self._model.named_buffers()), state["buffers"])
+        changed = state.get("untrained", {})
+        restore_arrays({name: p for name, p in self._without_optimizer().items() if name in changed}, changed)
 
     def _keep_generators(self) -> None:
         """Let the loop continue with the generators as they are now, whatever it draws in epochs that are over."""

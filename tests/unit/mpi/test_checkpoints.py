@@ -234,6 +234,37 @@ def test_a_script_resumes_in_its_own_loop(comm, only, folder, monkeypatch, parad
     assert forgets != torch.equal(finished, resumed)
 
 
+def momentum_encoder(comm: MPI.Intracomm, out: Path, paradigm: str, options: Any, resume: bool) -> torch.Tensor:
+    """A loop whose gradients depend on a moving average of the weights and on weights that nothing changes."""
+    torch.manual_seed(5)
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(3, 2) for name in ("query", "key", "fixed")})
+    model["key"].seen = torch.nn.Parameter(torch.tensor(0), requires_grad=False)
+    data = torch.utils.data.TensorDataset(torch.randn(40, 3))
+    sgd = torch.optim.SGD(model["query"].parameters(), lr=0.05)
+    given = {**options, "checkpoint": {"updates": 4, "keep": 9}, "resume": resume}
+    with hpcsync.connect(model, sgd, paradigm, comm=comm, out=out, **given) as sync:
+        for (x,) in sync.shard(data, batch_size=2, epochs=2):
+            with torch.no_grad():
+                for q, k in zip(model["query"].parameters(), model["key"].parameters(), strict=False):
+                    k.data = k.data * 0.9 + q.data * 0.1
+                model["key"].seen += len(x)
+            loss = (model["query"](x) - 2 * model["key"](x) + model["fixed"](x)).square().mean()
+            sgd.zero_grad()
+            loss.backward()
+            sync.step(loss)
+    return torch.cat([p.detach().flatten().double() for p in model.parameters()])
+
+
+@pytest.mark.parametrize(("paradigm", "options"), [("bsp", {}), ("allreduce", {}), ("local-sgd", {"steps": 2})])
+def test_a_moving_average_in_the_model_is_resumed(comm, only, folder, paradigm, options):
+    only(3)
+    finished = momentum_encoder(comm, folder / "a", paradigm, options, False)
+    torn = killed(comm, folder / "a")
+    (part,) = (torn / "checkpoints").glob("*/worker-0.json")
+    assert '"key.weight"' in part.read_text() and '"fixed.weight"' not in part.read_text()
+    assert torch.equal(finished, momentum_encoder(comm, torn, paradigm, options, True))
+
+
 def evaluated(comm: MPI.Intracomm, out: Path, paradigm: str, accuracy: float, **how: bool) -> None:
     """A run that evaluates to this accuracy."""
     model = torch.nn.Linear(3, 1)
