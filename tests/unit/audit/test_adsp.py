@@ -11,7 +11,7 @@ from hpcsync.audit.ashl import algorithm_1, algorithm_2
 from hpcsync.audit.bounds import check_bounds
 from hpcsync.audit.compression import check_payloads
 from hpcsync.audit.server_recount import Recount
-from hpcsync.paradigms import Apply, Drop
+from hpcsync.paradigms import Apply, Drop, PushInfo
 from hpcsync.paradigms.ashl import ASHL as ASHLPolicy
 from hpcsync.paradigms.records import Problem
 from tests.unit.audit.failing import failing, failing_bounds
@@ -344,6 +344,19 @@ def test_other_options_of_adsp(was, other, names):
     trace = record(FIXED, updates=90)
     assert failing_bounds(trace) == set()
     assert names - {DUE} <= failing_bounds(with_job(trace, FIXED.replace(was, other))) <= names
+
+
+def test_a_search_begins_when_the_loss_rises(monkeypatch):
+    def rising(**info):
+        return PushInfo(**{**info, "loss": 1 / info["iteration"] + (info["now_s"] > 40)})
+
+    monkeypatch.setattr(recorder, "PushInfo", rising)
+    paradigm = SEARCHING.replace("search_every_s = 10", "search_every_s = 1e4\nloss_rise = 0.5")
+    trace = record(paradigm, jitter=0.3, updates=200)
+    assert np.diff(trace.tables["decisions"]["now_s"][rows_of(trace, "commits")] > 40).tolist() == [True]
+    assert failing(trace) == set()
+    searches = "searches raise the rate by one and choose the best"
+    assert searches in failing_bounds(with_job(trace, paradigm.replace("loss_rise = 0.5", "loss_rise = 9e9")))
 
 
 def test_difference_of_commits_is_reported():

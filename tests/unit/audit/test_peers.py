@@ -591,6 +591,28 @@ def test_sizes_are_agreed_on_when_due(shared):
     assert failing(with_rows(shared, "decisions", last)) == {SIZES, DUE}
 
 
+@pytest.mark.parametrize(
+    ("iteration", "gain", "detail"),
+    [(4, math.nan, "0 workers have left, it must be for one"), (14, 0.5, "workers [1] are left out")],
+)
+def test_sizes_are_agreed_on_for_one_departure_or_for_none(shared, iteration, gain, detail):
+    rows = shared.tables["decisions"].copy()
+    rows["gain"][rows_of(shared, iteration)] = gain
+    details = {check.name: check.detail for check in audit(with_rows(shared, "decisions", rows)) if not check.passed}
+    assert detail in details[DUE]
+
+
+def test_sizes_are_agreed_on_once(shared):
+    changed = with_settings(shared, interval=2)
+    first, last = (shared.tables["decisions"][rows_of(shared, iteration)] for iteration in (4, 14))
+    for iteration, now_s in ((2, 0.0), (4, first["now_s"])):
+        again = first.copy()
+        again["iteration"], again["now_s"] = iteration, now_s
+        twice = with_rows(changed, "decisions", np.concatenate([first, again, last]))
+        details = {check.name: check.detail for check in audit(twice) if not check.passed}
+        assert "it follows an allocation of iteration 4" in details[DUE]
+
+
 def test_the_samples_of_a_worker_that_left_are_taken_over(shared):
     kept = np.delete(shared.tables["decisions"], rows_of(shared, 14))
     damaged = with_rows(shared, "decisions", kept)
