@@ -135,12 +135,6 @@ class ProgressEngine:
         if self._comm != MPI.COMM_NULL:
             self._comm.Free()
 
-    def __enter__(self) -> ProgressEngine:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
 
 def choose(
     comm: MPI.Intracomm, wanted: str = "auto", transport: Transport = HOST, *, tolerant: bool = False

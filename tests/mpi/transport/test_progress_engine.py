@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -58,7 +59,7 @@ def calls_in(progression, seconds: float, enough: int | None = None) -> int:
 def test_on_one_node_no_help_is_needed(comm):
     comm.Barrier()
     begin_s = time.perf_counter()
-    with choose(comm) as progression:
+    with closing(choose(comm)) as progression:
         seconds = comm.allreduce(time.perf_counter() - begin_s, MPI.MAX)
         assert progression.kind == "passive" and helpers() == []
         assert progression.get_s_with is None and progression.cost is None
@@ -96,7 +97,7 @@ def test_the_requested_kind_is_active_until_close(comm, kind):
 
 
 def test_the_help_ends_when_the_block_is_left_by_an_exception(comm):
-    with pytest.raises(RuntimeError, match="mine"), choose(comm, "thread"):
+    with pytest.raises(RuntimeError, match="mine"), closing(choose(comm, "thread")):
         raise RuntimeError("mine")
     assert helpers() == []
 
@@ -121,7 +122,7 @@ class Bereaved(Counting):
 
 @pytest.mark.parametrize("kind", ["thread", "hooks"])
 def test_the_help_outlives_a_rank_that_dies(comm, kind):
-    with choose(comm, kind) as progression:
+    with closing(choose(comm, kind)) as progression:
         progression._deaths = progression._comm = Bereaved(progression._comm, vital=False)
         assert calls_in(progression, 20.0, enough=2 * NETWORK_PROBES) >= 2 * NETWORK_PROBES
         assert progression._comm.heard_of == 1
@@ -129,25 +130,25 @@ def test_the_help_outlives_a_rank_that_dies(comm, kind):
 
 @pytest.mark.parametrize("tolerant", [False, True])
 def test_only_where_it_is_tolerated_a_death_is_acknowledged(comm, tolerant):
-    with choose(comm, "hooks", tolerant=tolerant) as progression:
+    with closing(choose(comm, "hooks", tolerant=tolerant)) as progression:
         assert progression._deaths._vital == ({0} if tolerant else set(range(comm.size)))
 
 
 def test_a_death_that_is_not_tolerated_ends_the_help(comm, monkeypatch):
     unhandled = []
     monkeypatch.setattr(threading, "excepthook", unhandled.append)
-    with choose(comm, "thread") as progression:
+    with closing(choose(comm, "thread")) as progression:
         progression._deaths = progression._comm = Bereaved(progression._comm, vital=True)
         progression._thread.join(20.0)
         assert helpers() == [] and unhandled == [], "the thread that trains says so"
-    with choose(comm, "hooks") as progression:
+    with closing(choose(comm, "hooks")) as progression:
         progression._deaths = progression._comm = Bereaved(progression._comm, vital=True)
         with pytest.raises(RankFailed):
             progression.poll()
 
 
 def test_all_ranks_have_the_same_figures(comm):
-    with choose(comm, "thread") as progression:
+    with closing(choose(comm, "thread")) as progression:
         figures = (progression.kind, progression.get_s_without, progression.get_s_with, progression.cost)
         assert len(set(comm.allgather(figures))) == 1
 
@@ -185,7 +186,7 @@ def test_a_thread_is_chosen_where_it_helps_and_costs_little(
     monkeypatch.setattr(module, "while_busy", lambda *arguments: next(found))
     if not multiple:
         monkeypatch.setattr(MPI, "Query_thread", lambda: MPI.THREAD_SERIALIZED)
-    with choose(comm) as progression:
+    with closing(choose(comm)) as progression:
         assert progression.kind == kind
         assert progression.get_s_without == passive.took_s
         assert progression.get_s_with == {"passive": None, "thread": PROMPT.took_s, "hooks": PROMPT.took_s}[kind]
