@@ -6,11 +6,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hpcsync.config.job import Job
 from hpcsync.mpi.server.buffer_rows import BufferRows
 from hpcsync.trace.reader import load
 from tests.mpi.training import failures, on_some
 from tests.normalised import SMALL, chosen, evaluated, in_step
+from tests.unit.jobs import make_job
 
 UPDATES = 5
 
@@ -37,17 +37,14 @@ def test_evaluations_and_the_final_model_have_the_mean_of_the_buffers(comm, fold
     if comm.size <= servers:
         return
     workers = comm.size - servers
-    this = Job.from_table(
-        {
-            "name": "test",
-            "seed": 3,
-            "workload": SMALL,
-            "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9},
-            "stop": {"updates": UPDATES},
-            "evaluation": {"every_samples": 4 * workers, "buffers": "mean"},
-            "paradigm": {"name": paradigm},
-            "cluster": {"servers": servers, "workers": workers},
-        }
+    this = make_job(
+        seed=3,
+        workload=SMALL,
+        optimizer={"name": "sgd", "lr": 0.1, "momentum": 0.9},
+        stop={"updates": UPDATES},
+        evaluation={"every_samples": 4 * workers, "buffers": "mean"},
+        paradigm={"name": paradigm},
+        cluster={"servers": servers, "workers": workers},
     )
     on_some(comm, this, folder)
     if comm.rank > 0:

@@ -28,6 +28,7 @@ from hpcsync.training import compressor
 from hpcsync.training.compressor import Compression
 from hpcsync.training.flat_model import FlatModel
 from tests.mpi.training import failures, on_some
+from tests.unit.jobs import make_job
 
 CODECS: dict[str, dict[str, Any]] = {
     "top-k": {"ratio": 0.1},
@@ -49,18 +50,15 @@ def compression(name: str, dtype: torch.dtype = torch.float64, **options: Any) -
 
 
 def job(name: str, workers: int, updates: int = 6, cluster: Any = None, **options: Any) -> Job:
-    return Job.from_table(
-        {
-            "name": "test",
-            "seed": 3,
-            "workload": {"name": "tests.mpi.network:regression", "batch_size": 4},
-            "optimizer": {"name": "sgd", "lr": 0.05},
-            "stop": {"updates": updates},
-            "evaluation": {"every_samples": 0},
-            "paradigm": {"name": "allreduce"},
-            "compression": {"name": name, **options},
-            "cluster": {"workers": workers, "compute": {"model": "constant", "seconds": 1e-4}, **(cluster or {})},
-        }
+    return make_job(
+        seed=3,
+        workload={"name": "tests.mpi.network:regression", "batch_size": 4},
+        optimizer={"name": "sgd", "lr": 0.05},
+        stop={"updates": updates},
+        evaluation={"every_samples": 0},
+        paradigm={"name": "allreduce"},
+        compression={"name": name, **options},
+        cluster={"workers": workers, "compute": {"model": "constant", "seconds": 1e-4}, **(cluster or {})},
     )
 
 

@@ -24,6 +24,7 @@ from hpcsync.mpi.peer.exchange import Setup
 from hpcsync.mpi.peer.session import TRANSPORTS
 from hpcsync.paradigms.peer_method import Agreed, ExchangeResult
 from hpcsync.training.flat_model import FlatModel
+from tests.unit.jobs import make_job
 
 SIZE = 7
 SGD = {"name": "sgd", "lr": 0.1}
@@ -32,16 +33,13 @@ MODES = ("pull", "push", "push-sum", "permutation")
 
 
 def job(n_workers: int, mode: str, optimizer: Any = SGD, **paradigm: Any) -> Job:
-    return Job.from_table(
-        {
-            "name": "test",
-            "seed": 5,
-            "workload": {"name": "linear"},
-            "optimizer": optimizer,
-            "stop": {"updates": 1},
-            "paradigm": {"name": "gossip", "mode": mode, **paradigm},
-            "cluster": {"workers": n_workers},
-        }
+    return make_job(
+        seed=5,
+        workload={"name": "linear"},
+        optimizer=optimizer,
+        stop={"updates": 1},
+        paradigm={"name": "gossip", "mode": mode, **paradigm},
+        cluster={"workers": n_workers},
     )
 
 

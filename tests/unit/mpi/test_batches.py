@@ -19,6 +19,7 @@ from hpcsync.trace.reader import Trace, load
 from hpcsync.trace.schema import Outcome
 from tests.mpi.training import failures, on_some, recomputed
 from tests.plain import first_of, on_samples, whole_batches
+from tests.unit.jobs import make_job
 
 PARADIGMS = {
     "bsp": {},
@@ -33,22 +34,19 @@ POLICY = {"policy": "proportional", "predictor": "last", "interval": 2, "gain": 
 def job(paradigm: str, workers: int, servers: int = 1, updates: int = 40, **batches: Any) -> Job:
     """Of workers of which each is slower than the one before."""
     seconds = [0.002 * 8.0 ** (worker / max(3, workers - 1)) for worker in range(workers)]
-    return Job.from_table(
-        {
-            "name": "test",
-            "seed": 3,
-            "workload": {"name": "linear", "batch_size": 12, "features": 11, "samples": 200},
-            "optimizer": {"name": "sgd", "lr": 0.02, "momentum": 0.5},
-            "stop": {"updates": updates},
-            "evaluation": {"every_samples": 0},
-            "paradigm": {"name": paradigm, **PARADIGMS[paradigm]},
-            "batches": {**POLICY, **batches},
-            "cluster": {
-                "servers": servers,
-                "workers": workers,
-                "compute": {"model": "constant", "seconds": seconds},
-            },
-        }
+    return make_job(
+        seed=3,
+        workload={"name": "linear", "batch_size": 12, "features": 11, "samples": 200},
+        optimizer={"name": "sgd", "lr": 0.02, "momentum": 0.5},
+        stop={"updates": updates},
+        evaluation={"every_samples": 0},
+        paradigm={"name": paradigm, **PARADIGMS[paradigm]},
+        batches={**POLICY, **batches},
+        cluster={
+            "servers": servers,
+            "workers": workers,
+            "compute": {"model": "constant", "seconds": seconds},
+        },
     )
 
 

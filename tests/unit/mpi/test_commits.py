@@ -18,6 +18,7 @@ from hpcsync.trace.schema import Outcome
 from hpcsync.training.sampler import batch_indices
 from tests.mpi.training import failures, on_some
 from tests.plain import committed
+from tests.unit.jobs import make_job
 
 SGD = {"name": "sgd", "lr": 0.05}
 NESTEROV = {"name": "sgd", "lr": 0.02, "momentum": 0.9, "nesterov": True}
@@ -37,22 +38,19 @@ def job(
     compression: Any = None,
     seconds: float = 0.001,
 ) -> Job:
-    return Job.from_table(
-        {
-            "name": "test",
-            "seed": 3,
-            "workload": {"name": "linear", "batch_size": 4, "features": 11, "samples": 200},
-            "optimizer": optimizer,
-            "stop": {"updates": updates},
-            "evaluation": {"every_samples": 0},
-            "paradigm": paradigm,
-            "cluster": {
-                "servers": servers,
-                "workers": workers,
-                "compute": {"model": "constant", "seconds": [seconds * (1 + 2 * (w == 1)) for w in range(workers)]},
-            },
-            **({} if compression is None else {"compression": compression}),
-        }
+    return make_job(
+        seed=3,
+        workload={"name": "linear", "batch_size": 4, "features": 11, "samples": 200},
+        optimizer=optimizer,
+        stop={"updates": updates},
+        evaluation={"every_samples": 0},
+        paradigm=paradigm,
+        cluster={
+            "servers": servers,
+            "workers": workers,
+            "compute": {"model": "constant", "seconds": [seconds * (1 + 2 * (w == 1)) for w in range(workers)]},
+        },
+        **({} if compression is None else {"compression": compression}),
     )
 
 

@@ -12,6 +12,7 @@ from hpcsync.config.job import Job
 from hpcsync.core.job_validation import check
 from hpcsync.training.compressor import Compression
 from tests.mpi.training import failures, on_some, simulated
+from tests.unit.jobs import make_job
 
 CODECS = {
     "top-k": {"name": "top-k", "ratio": 0.1},
@@ -28,22 +29,19 @@ SIZE = 12 * 20 + 20 + 20 * 3 + 3
 
 
 def job(workers: int, servers: int, compression: Any, dtype: str = "float64", updates: int = 8, **paradigm: Any) -> Job:
-    return Job.from_table(
-        {
-            "name": "test",
-            "seed": 3,
-            "workload": {"name": "tests.mpi.network:regression", "batch_size": 4, "options": {"dtype": dtype}},
-            "optimizer": {"name": "sgd", "lr": 0.05},
-            "stop": {"updates": updates},
-            "evaluation": {"every_samples": 0},
-            "paradigm": paradigm or {"name": "bsp"},
-            "cluster": {
-                "servers": servers,
-                "workers": workers,
-                "compute": {"model": "constant", "seconds": 0.0 if not paradigm else 0.001},
-            },
-            **({} if compression is None else {"compression": compression}),
-        }
+    return make_job(
+        seed=3,
+        workload={"name": "tests.mpi.network:regression", "batch_size": 4, "options": {"dtype": dtype}},
+        optimizer={"name": "sgd", "lr": 0.05},
+        stop={"updates": updates},
+        evaluation={"every_samples": 0},
+        paradigm=paradigm or {"name": "bsp"},
+        cluster={
+            "servers": servers,
+            "workers": workers,
+            "compute": {"model": "constant", "seconds": 0.0 if not paradigm else 0.001},
+        },
+        **({} if compression is None else {"compression": compression}),
     )
 
 

@@ -11,6 +11,7 @@ from hpcsync.config.job import Job
 from hpcsync.trace.reader import load
 from tests.mpi.training import failures, on_some
 from tests.plain import delay_compensated
+from tests.unit.jobs import make_job
 from tests.unit.mpi.test_checkpoints import killed
 
 FORMS: dict[str, tuple[float, float | None]] = {"constant": (0.3, None), "adaptive": (0.5, 0.9)}
@@ -19,22 +20,19 @@ FORMS: dict[str, tuple[float, float | None]] = {"constant": (0.3, None), "adapti
 def job(form: str, workers: int, servers: int = 1) -> Job:
     strength, decay = FORMS[form]
     options = {"strength": strength} | ({} if decay is None else {"mean_decay": decay})
-    return Job.from_table(
-        {
-            "name": "test",
-            "seed": 3,
-            "workload": {"name": "linear", "batch_size": 4, "features": 11, "samples": 200, "noise": 1.0},
-            "optimizer": {"name": "sgd", "lr": 0.05, "momentum": 0.5},
-            "stop": {"updates": 24},
-            "evaluation": {"every_samples": 30},
-            "checkpoint": {"updates": 7, "keep": 9},
-            "paradigm": {"name": "asp", "compensation": form, **options},
-            "cluster": {
-                "servers": servers,
-                "workers": workers,
-                "compute": {"model": "lognormal", "seconds": [0.002 * (1 + (w == 1)) for w in range(workers)]},
-            },
-        }
+    return make_job(
+        seed=3,
+        workload={"name": "linear", "batch_size": 4, "features": 11, "samples": 200, "noise": 1.0},
+        optimizer={"name": "sgd", "lr": 0.05, "momentum": 0.5},
+        stop={"updates": 24},
+        evaluation={"every_samples": 30},
+        checkpoint={"updates": 7, "keep": 9},
+        paradigm={"name": "asp", "compensation": form, **options},
+        cluster={
+            "servers": servers,
+            "workers": workers,
+            "compute": {"model": "lognormal", "seconds": [0.002 * (1 + (w == 1)) for w in range(workers)]},
+        },
     )
 
 

@@ -26,6 +26,7 @@ from hpcsync.trace.reader import load
 from hpcsync.training.sampler import batches
 from hpcsync.training.update_rules import Elastic
 from tests.mpi.training import leaving, simulated
+from tests.unit.jobs import make_job
 
 SGD = {"name": "sgd", "lr": 0.05}
 NESTEROV = {"name": "sgd", "lr": 0.02, "momentum": 0.9, "nesterov": True}
@@ -33,16 +34,13 @@ STILL = {"name": "sgd", "lr": 1e-300}  # gradients move nothing
 
 
 def job(servers: int, workers: int, optimizer: Any = SGD, updates: int = 12, **paradigm: Any) -> Job:
-    return Job.from_table(
-        {
-            "name": "test",
-            "seed": 3,
-            "workload": {"name": "linear", "batch_size": 8, "features": 11, "samples": 200},
-            "optimizer": optimizer,
-            "stop": {"updates": updates},
-            "paradigm": {"name": "easgd", **paradigm},
-            "cluster": {"servers": servers, "workers": workers, "compute": {"model": "lognormal", "seconds": 0.001}},
-        }
+    return make_job(
+        seed=3,
+        workload={"name": "linear", "batch_size": 8, "features": 11, "samples": 200},
+        optimizer=optimizer,
+        stop={"updates": updates},
+        paradigm={"name": "easgd", **paradigm},
+        cluster={"servers": servers, "workers": workers, "compute": {"model": "lognormal", "seconds": 0.001}},
     )
 
 

@@ -19,23 +19,21 @@ from hpcsync.trace.reader import Trace, load
 from hpcsync.trace.schema import Outcome
 from hpcsync.training.parameter_store import Store
 from tests.mpi.training import alone, failures, on_some, recomputed, simulated
+from tests.unit.jobs import make_job
 
 SLOW_S = 0.4  # of an iteration, in which others make many; longer than one rank may begin after another
 
 
 def job(workers: int, servers: int = 1, seconds: Any = None, updates: int = 30, **paradigm: Any) -> Job:
     compute = {} if seconds is None else {"compute": {"model": "constant", "seconds": seconds}}
-    return Job.from_table(
-        {
-            "name": "test",
-            "seed": 3,
-            "workload": {"name": "linear", "batch_size": 8, "features": 11, "samples": 200},
-            "optimizer": {"name": "sgd", "lr": 0.02, "momentum": 0.5},
-            "stop": {"updates": updates},
-            "evaluation": {"every_samples": 0},
-            "paradigm": paradigm,
-            "cluster": {"servers": servers, "workers": workers, **compute},
-        }
+    return make_job(
+        seed=3,
+        workload={"name": "linear", "batch_size": 8, "features": 11, "samples": 200},
+        optimizer={"name": "sgd", "lr": 0.02, "momentum": 0.5},
+        stop={"updates": updates},
+        evaluation={"every_samples": 0},
+        paradigm=paradigm,
+        cluster={"servers": servers, "workers": workers, **compute},
     )
 
 

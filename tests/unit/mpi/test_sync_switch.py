@@ -12,6 +12,7 @@ import hpcsync
 from hpcsync.config.job import Job
 from hpcsync.trace.reader import load
 from tests.mpi.training import failures, on_some, simulated
+from tests.unit.jobs import make_job
 from tests.unit.mpi.test_checkpoints import killed
 from tests.unit.simulator.test_sync_switch import recomputed
 
@@ -19,22 +20,19 @@ BATCH, UPDATES_EACH = 4, 12
 
 
 def job(workers: int, share: float, servers: int = 1, every: int = 5) -> Job:
-    return Job.from_table(
-        {
-            "name": "test",
-            "seed": 3,
-            "workload": {"name": "linear", "batch_size": BATCH, "features": 11, "samples": 200, "noise": 1.0},
-            "optimizer": {"name": "sgd", "lr": 0.05, "momentum": 0.9},
-            "stop": {"samples": UPDATES_EACH * workers * BATCH},
-            "evaluation": {"every_samples": 30},
-            "checkpoint": {"updates": every, "keep": 9},
-            "paradigm": {"name": "sync-switch", "share": share, "momentum": 0.5},
-            "cluster": {
-                "servers": servers,
-                "workers": workers,
-                "compute": {"model": "lognormal", "seconds": [0.002 * (1 + (w == 1)) for w in range(workers)]},
-            },
-        }
+    return make_job(
+        seed=3,
+        workload={"name": "linear", "batch_size": BATCH, "features": 11, "samples": 200, "noise": 1.0},
+        optimizer={"name": "sgd", "lr": 0.05, "momentum": 0.9},
+        stop={"samples": UPDATES_EACH * workers * BATCH},
+        evaluation={"every_samples": 30},
+        checkpoint={"updates": every, "keep": 9},
+        paradigm={"name": "sync-switch", "share": share, "momentum": 0.5},
+        cluster={
+            "servers": servers,
+            "workers": workers,
+            "compute": {"model": "lognormal", "seconds": [0.002 * (1 + (w == 1)) for w in range(workers)]},
+        },
     )
 
 
