@@ -31,6 +31,7 @@ from hpcsync.mpi.collectives.model_parts import Layers
 from hpcsync.mpi.transport.ulfm import RankFailed, end_with, survivors, tolerable
 from hpcsync.mpi.transport.window_selection import WindowSelection
 from hpcsync.paradigms.records import Problem
+from hpcsync.run_dir import status_file
 from hpcsync.run_dir.checkpoint import Checkpoints
 from hpcsync.state import StateError, restore_arrays
 from hpcsync.system import launch_output, rank_environment
@@ -404,7 +405,8 @@ class RankSession(Session):
         if isinstance(error, WithoutBatch) or (isinstance(error, NotWritten) and error.errno == errno.ENOENT):
             launch_output.let_rank_0_report(self.rank, self._comm.size)
         if isinstance(error, RankFailed):
-            launch_output.print_at_once(f"hpcsync: rank {self.rank} cannot continue: {error}")
+            if not status_file.has_ended(self._checkpoints.folder):  # else rank 0 has said why it ended the run
+                launch_output.print_at_once(f"hpcsync: rank {self.rank} cannot continue: {error}")
         elif isinstance(error, NotWritten | JobError | StateError):
             launch_output.print_at_once(f"hpcsync: rank {self.rank} failed: {error}{below(error)}")
         elif not isinstance(error, KeyboardInterrupt):

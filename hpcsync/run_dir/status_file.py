@@ -206,6 +206,13 @@ def read(folder: Path) -> Status:
         raise StatusError(f"{path}: not a status: {what}") from None
 
 
+def has_ended(folder: Path) -> bool:
+    """Return True if rank 0 has written that the run in this folder has ended."""
+    with suppress(StatusError):
+        return read(folder).status != "running"
+    return False
+
+
 def _content(path: Path) -> bytes:
     try:
         return path.read_bytes()

@@ -117,6 +117,7 @@ def test_sigterm_to_all_ranks_ends_the_run_as_to_be_resumed(tmp_path: Path) -> N
         for rank in [program.rank(rank) for rank in (2, 1, 0)]:
             rank.send_signal(signal.SIGTERM)
         assert program.status == TO_BE_RESUMED, program.err
+        assert "cannot continue" not in program.err, "rank 0 has said why it ended the run"
     assert load(folder / "out" / "trace.h5").status == "interrupted"
 
 
