@@ -81,6 +81,7 @@ def test_a_stall_is_reported_while_it_lasts(trace, capsys):
         ({"lasted_s": 1.0}, {LASTED}),
         ({"deadline_s": 1.2}, {DEADLINE}),
         ({"deadline_s": 100.0}, {LASTED, DEADLINE}),
+        ({"now_s": 0.0}, {LASTED, DEADLINE}),
         ({"iteration": STALLED - 1}, {LASTED, DEADLINE}),
         ({"iteration": 3}, {LASTED, DEADLINE}),
         ({"worker": 0}, {LASTED, DEADLINE}),
