@@ -10,10 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from mpi4py import MPI
 
 from hpcsync.config.errors import JobError, shown
-from hpcsync.config.job import Job
 from hpcsync.core.peer_coordinator import BatchDivision, create_batch_division
 from hpcsync.core.peer_machine import Computed, PeerMachine, create_method
 from hpcsync.core.session import Asked, Batches
@@ -52,20 +50,16 @@ TRANSPORTS: dict[str, type[Exchange]] = {
 }  # by the name in a method (`hpcsync.paradigms.peer_method`)
 
 
-def _layers(comm: MPI.Intracomm, job: Job, model: torch.nn.Module) -> Layers:
-    """Return the layers of this rank; collective."""
-    if job.paradigm.separates_layers:
-        return SeparatedLayers(comm, model, cast("StanzaOptions", job.paradigm).cut, job.groups)
-    return Layers(comm, model)
-
-
 class PeerSession(RankSession):
     """Session in which all ranks are workers, each with its own weights and optimizer."""
 
     def __init__(self, given: Given) -> None:
         comm, job, checkpoints, transport = given.comm, given.job, given.checkpoints, given.placement.transport
         self._estimator = estimator(job, comm.rank)  # before the clock starts: it takes seconds
-        super().__init__(given, _layers(comm, job, given.model))
+        layers = Layers(comm, given.model)
+        if job.paradigm.separates_layers:
+            layers = SeparatedLayers(comm, given.model, cast("StanzaOptions", job.paradigm).cut, job.groups)
+        super().__init__(given, layers)
         run = checkpoints.state(RUN)
         self._monitor: Monitor | None = None  # on rank 0
         method = create_method(job)
