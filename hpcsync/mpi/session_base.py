@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 import traceback
+import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -112,9 +113,9 @@ class Given(NamedTuple):
         return [p for p in module.parameters() if id(p) in given]
 
 
-def _total(tensor: torch.Tensor) -> float:
-    """Return the sum of a tensor's elements, by which a change is noticed."""
-    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).sum(dtype=torch.float64).item()
+def _checksum(tensor: torch.Tensor) -> int:
+    """Return the CRC-32 of a tensor's elements, by which a change is noticed."""
+    return zlib.crc32(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
 
 
 class RankSession(Session):
@@ -158,7 +159,8 @@ class RankSession(Session):
         self.batches_before = used if isinstance(used, int) else 0  # what is wrong with the state is told later
         layers.share()
         self.flat.collect()
-        self._totals = {} if worker is None else {name: _total(p) for name, p in self._without_optimizer().items()}
+        untrained = {} if worker is None else self._without_optimizer()
+        self._at_first = {name: _checksum(p) for name, p in untrained.items()}
         self._excepthook = sys.excepthook
         sys.excepthook = self._uncaught
         self._heed_signals = left_to_rank_0()
@@ -355,7 +357,9 @@ class RankSession(Session):
             "iterations": self._iterations.state(),
             "generators": rng_state.state(self.flat.weights.device),
             "buffers": dict(self._model.named_buffers()),
-            "untrained": {name: p for name, p in self._without_optimizer().items() if _total(p) != self._totals[name]},
+            "untrained": {
+                name: p for name, p in self._without_optimizer().items() if _checksum(p) != self._at_first.get(name)
+            },
         }
 
     def _without_optimizer(self) -> dict[str, torch.Tensor]:
