@@ -619,6 +619,8 @@ MISTAKES = {
     "cluster.workers = 4: above that, workers and centre diverge",
     'paradigm={name="gossip",mode="pull",topology="exponential",include_self=true}': "paradigm.include_self = true: "
     'must be false with paradigm.topology = "exponential", which visits the others in turn',
+    'paradigm={name="gossip",mode="permutation",synchronous=false}': "paradigm.synchronous = false: must be true with "
+    'paradigm.mode = "permutation", in which all workers are drawn together',
     'paradigm={name="gossip",mode="push",beta=0.2}': 'paradigm.beta = 0.2: must be 0.5 with paradigm.mode = "push"',
     'paradigm={name="k-async",k="throughput"}': 'paradigm.k = "throughput": must be a number, '
     '"state", "loss" or "min" with k-async',
@@ -632,6 +634,19 @@ MISTAKES = {
 @pytest.mark.parametrize("override", MISTAKES)
 def test_mistakes_are_reported_in_one_line(path: Path, override: str) -> None:
     assert error(path, override) == MISTAKES[override]
+
+
+def test_the_largest_moving_rate_is_allowed(path: Path) -> None:
+    load(path, ['paradigm={name="easgd",alpha=0.4,synchronous=true}'])
+
+
+def test_a_run_of_adsp_lasts_until_after_its_first_push(path: Path) -> None:
+    adsp = 'paradigm={name="adsp",check_period_s=3}'
+    assert error(path, adsp, "stop.seconds=3") == (
+        "stop.seconds = 3.0: must be greater than 3, the time of the first push by paradigm.check_period_s, commits "
+        "and interval_min_s"
+    )
+    load(path, [adsp, "stop.seconds=3.1"])
 
 
 @pytest.mark.parametrize("key", ["name", "workload", "optimizer", "stop", "paradigm"])

@@ -152,6 +152,10 @@ def test_a_rising_loss_is_flat():
     assert rounds_until_switch([1.0, 1.0, 1.5, 1.5], plateau=0.01, window=2)[0] == 4
 
 
+def test_a_loss_of_0_is_flat():
+    assert rounds_until_switch([0.0] * 4, plateau=0.01, window=2)[0] == 4
+
+
 def test_rounds_without_a_loss_do_not_count():
     assert rounds_until_switch([math.nan] * 50, plateau=0.5, window=2) is None
     losses = [1.0, math.nan, 1.0, math.nan, math.inf, 1.0, 1.0]
