@@ -348,12 +348,12 @@ def test_other_options_of_adsp(was, other, names):
 
 def test_a_search_begins_when_the_loss_rises(monkeypatch):
     def rising(**info):
-        return PushInfo(**{**info, "loss": 1 / info["iteration"] + (info["now_s"] > 40)})
+        return PushInfo(**{**info, "loss": 1 / info["iteration"] + (info["now_s"] > 20)})
 
     monkeypatch.setattr(recorder, "PushInfo", rising)
     paradigm = SEARCHING.replace("search_every_s = 10", "search_every_s = 1e4\nloss_rise = 0.5")
     trace = record(paradigm, jitter=0.3, updates=200)
-    assert np.diff(trace.tables["decisions"]["now_s"][rows_of(trace, "commits")] > 40).tolist() == [True]
+    assert np.diff(trace.tables["decisions"]["now_s"][rows_of(trace, "commits")] > 20).tolist() == [True]
     assert failing(trace) == set()
     searches = "searches raise the rate by one and choose the best"
     assert searches in failing_bounds(with_job(trace, paradigm.replace("loss_rise = 0.5", "loss_rise = 9e9")))

@@ -124,13 +124,17 @@ def played_with(paradigm, look):
 # ---- a flat loss ----
 
 
+def push(paradigm, now_s, worker, loss):
+    return paradigm.handle(PushInfo(float(now_s), worker, batch_size=BATCH, loss=loss))
+
+
 def rounds_until_switch(losses, **options):
     """Return the rounds of two workers before the switch; None if there is none."""
     paradigm = switching(2, samples=math.inf, **options)
     for i, loss in enumerate(losses):
         for worker in range(2):
             spread = (-0.1, 0.1)[worker]  # the mean of a round is `loss`
-            actions = paradigm.handle(PushInfo(float(i), worker, batch_size=BATCH, loss=loss + spread))
+            actions = push(paradigm, i, worker, loss + spread)
         if any(isinstance(a, Decision) for a in actions):
             return i + 1, next(a for a in actions if isinstance(a, Decision))
     return None
@@ -160,6 +164,10 @@ def test_rounds_without_a_loss_do_not_count():
     assert rounds_until_switch([math.nan] * 50, plateau=0.5, window=2) is None
     losses = [1.0, math.nan, 1.0, math.nan, math.inf, 1.0, 1.0]
     assert rounds_until_switch(losses, plateau=0.5, window=2)[0] == 7
+    paradigm = switching(2, samples=math.inf, plateau=0.5, window=2)
+    for i, (worker, loss) in enumerate([(0, 1.0), (1, 1.0), (0, math.nan), *[(1, 1.0), (0, 1.0)] * 3]):
+        assert not any(isinstance(action, Decision) for action in push(paradigm, i, worker, loss))
+    assert any(isinstance(action, Decision) for action in push(paradigm, 9, 1, 1.0)), "four rounds with both losses"
 
 
 def test_infinities_of_both_signs_in_a_round_do_not_count():
@@ -308,6 +316,7 @@ def test_the_second_paradigm_is_a_table_of_its_own():
         ({"then": {"name": "k-async", "k": 1}}, 'paradigm.then.name = "k-async"'),
         ({"then": {"name": "easgd"}}, 'paradigm.then.name = "easgd"'),
         ({"then": {"name": "gossip", "mode": "pull"}}, 'paradigm.then.name = "gossip"'),
+        ({"then": {"name": "allreduce"}}, 'paradigm.then.name = "allreduce"'),
         ({"then": {"name": "sync-switch"}}, 'paradigm.then.name = "sync-switch": must be one of asp, ssp, dssp'),
         (
             {"then": {"name": "ssp", "staleness": 1, "merge": True}},
