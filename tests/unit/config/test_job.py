@@ -617,6 +617,8 @@ MISTAKES = {
     'paradigm={name="easgd",alpha=0.1,beta=0.9}': "paradigm.beta = 0.9: must be omitted beside paradigm.alpha = 0.1",
     'paradigm={name="easgd",alpha=0.5,synchronous=true}': "paradigm.alpha = 0.5: must be at most 0.4 with "
     "cluster.workers = 4: above that, workers and centre diverge",
+    'paradigm={name="easgd",beta=4.5}': "paradigm.beta = 4.5: must be at most 4 with cluster.workers = 4: above that, "
+    "workers and centre diverge",
     'paradigm={name="gossip",mode="pull",topology="exponential",include_self=true}': "paradigm.include_self = true: "
     'must be false with paradigm.topology = "exponential", which visits the others in turn',
     'paradigm={name="gossip",mode="permutation",synchronous=false}': "paradigm.synchronous = false: must be true with "

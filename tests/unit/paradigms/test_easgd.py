@@ -5,6 +5,7 @@ from hypothesis import given
 
 from hpcsync.paradigms import Apply, Grant, Left, PushInfo, create
 from hpcsync.paradigms.bsp import BSP
+from hpcsync.paradigms.easgd import EasgdOptions
 from tests.unit.paradigms.schedule import PROPERTY, Schedule, run, schedules
 
 FORMS = {False: "asp", True: "bsp"}
@@ -57,3 +58,9 @@ class UpdatesFirst(BSP):
 def test_the_referee_sees_workers_that_read_their_own_contributions():
     with pytest.raises(AssertionError, match="after its own contribution is applied"):
         run(UpdatesFirst(2), Schedule([[1.0] * 5, [1.5] * 5]))
+
+
+@pytest.mark.parametrize("n_workers", [1, 2, 3, 5, 8])
+def test_the_moving_rate_is_alpha_or_beta_over_the_number_of_workers(n_workers):
+    for options, rate in (({}, 0.9 / n_workers), ({"beta": 0.4}, 0.4 / n_workers), ({"alpha": 0.3}, 0.3)):
+        assert EasgdOptions(**options).moving_rate(n_workers) == rate
