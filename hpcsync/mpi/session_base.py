@@ -10,7 +10,6 @@ import signal
 import sys
 import time
 import traceback
-import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -44,6 +43,7 @@ from hpcsync.training.flat_model import FlatModel
 from hpcsync.training.gradient import Loss
 from hpcsync.training.optimizers import OptimizerSpec
 from hpcsync.training.script_optimizers import ScriptOptimizers, parameters_of, replace_step, same, unscale
+from hpcsync.training.untrained import UntrainedParameters
 from hpcsync.workloads.registry import Evaluate
 
 FAREWELL_S = 3.0  # time that a failed rank gives rank 0 to close the trace before it ends the job
@@ -113,11 +113,6 @@ class Given(NamedTuple):
         return [p for p in module.parameters() if id(p) in given]
 
 
-def _checksum(tensor: torch.Tensor) -> int:
-    """Return the CRC-32 of a tensor's elements, by which a change is noticed."""
-    return zlib.crc32(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-
-
 class RankSession(Session):
     """Session common to all ranks: one model at the beginning and the end, and an end that no rank leaves early.
 
@@ -159,8 +154,10 @@ class RankSession(Session):
         self.batches_before = used if isinstance(used, int) else 0  # what is wrong with the state is told later
         layers.share()
         self.flat.collect()
-        untrained = {} if worker is None else self._without_optimizer()
-        self._at_first = {name: _checksum(p) for name, p in untrained.items()}
+        self._untrained: UntrainedParameters | None = None
+        if worker is not None and self._script is not None:
+            trained = [p for optimizer in self._script.optimizers for p in parameters_of(optimizer)]
+            self._untrained = UntrainedParameters(self._model, trained)
         self._excepthook = sys.excepthook
         sys.excepthook = self._uncaught
         self._heed_signals = left_to_rank_0()
@@ -357,25 +354,16 @@ class RankSession(Session):
             "iterations": self._iterations.state(),
             "generators": rng_state.state(self.flat.weights.device),
             "buffers": dict(self._model.named_buffers()),
-            "untrained": {
-                name: p for name, p in self._without_optimizer().items() if _checksum(p) != self._at_first.get(name)
-            },
+            "untrained": None if self._untrained is None else self._untrained.state(),
         }
-
-    def _without_optimizer(self) -> dict[str, torch.Tensor]:
-        """Return the parameters of a script's model that no optimizer has; most of them never change."""
-        if self._script is None:
-            return {}
-        trained = {id(p) for optimizer in self._script.optimizers for p in parameters_of(optimizer)}
-        return {name: p.detach() for name, p in self._model.named_parameters() if id(p) not in trained}
 
     def _restore_training(self, state: Mapping[str, Any]) -> None:
         before_format_7 = {"used_by": [], "first_by": [], "training_epochs": 0}
         self._iterations.restore(before_format_7 | state["iterations"])
         rng_state.restore(state["generators"], self.flat.weights.device)
         restore_arrays(dict(self._model.named_buffers()), state["buffers"])
-        changed = state.get("untrained", {})
-        restore_arrays({name: p for name, p in self._without_optimizer().items() if name in changed}, changed)
+        if self._untrained is not None and "untrained" in state:  # not before format 7
+            self._untrained.restore(state["untrained"])
 
     def _keep_generators(self) -> None:
         """Let the loop continue with the generators as they are now, whatever it draws in epochs that are over."""
