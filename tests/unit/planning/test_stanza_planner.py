@@ -4,7 +4,7 @@ import itertools
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hpcsync.planning import stanza_planner
@@ -153,6 +153,7 @@ groups = st.integers(2, 24).flatmap(lambda n: st.builds(Groups, st.just(n), st.i
 
 @PROPERTY
 @given(profiles(), links, groups, st.integers(1, 8))
+@example(sized(1, 10**8, 10), Link(1e6, 0.0), Groups(7, 2), 4).via("the layers above are summed last")
 def test_the_time_of_an_iteration_equals_the_sum_over_its_pieces(profile, links, groups, pieces):
     stepwise = pipeline_s(profile, links, groups, pieces)
     assert stanza_s(profile, links, groups, pieces) == pytest.approx(stepwise)
