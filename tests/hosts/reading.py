@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -46,7 +47,7 @@ def with_help(comm: MPI.Intracomm, kind: str) -> dict:
     seen |= {"get_s_without": progression.get_s_without, "get_s_with": progression.get_s_with}
     into = torch.zeros(SIZE)
     with (
-        progression,
+        closing(progression),
         PublishedReplica(comm, SIZE, torch.float32) as published,
         PushInbox(comm, SIZE, torch.float32) as parcels,
     ):
