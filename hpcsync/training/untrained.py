@@ -1,7 +1,7 @@
 """Parameters of a script's model that no optimizer has: a frozen part of it, or a moving average of the weights.
 
 A checkpoint holds those that have changed since the begin of the run, and checksums of the others, which a resumed run
-must have again: a frozen part may be large, and comes from where it came from before, such as a file.
+must have again: a frozen part may be large, and the script creates it again, for example from a file.
 """
 
 from __future__ import annotations
@@ -36,7 +36,13 @@ class UntrainedParameters:
         return {"changed": {name: p for name, p in self._found().items() if name not in same}, "same": same}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore what has changed. Raises StateError if what had not changed is different from then."""
+        """Restore what had changed.
+
+        Raises
+        ------
+        StateError
+            If a parameter that had not changed has other initial values now, or one that had is missing.
+        """
         for name, checksum in built(dict[str, int], state["same"]).items():
             if self._at_first.get(name) != checksum:
                 raise StateError(
