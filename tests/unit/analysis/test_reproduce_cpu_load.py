@@ -1,6 +1,8 @@
 """The reproduction about CPU load: what a recording says, and that a network which knows the load makes use of it."""
 
+import contextlib
 import itertools
+import time
 
 import numpy as np
 import pandas as pd
@@ -21,15 +23,47 @@ def test_load_that_tells_the_next_speed_is_used():
     assert useless > 0.9 * errors[cpu_load.WITHOUT]
 
 
+class Clocks:
+    """The module `time`, and the processor time of the machine, of which nothing passes but what is computed."""
+
+    def __init__(self):
+        self.now_s = self.own_s = self.busy_s = 0.0
+
+    def perf_counter(self):
+        return self.now_s
+
+    def process_time(self):
+        return self.own_s
+
+    def compute(self, products):
+        self.now_s += 0.02 * products
+        self.own_s += 0.01 * products
+        self.busy_s += 0.025 * products
+
+
 def test_a_recording_has_speeds_and_what_others_use(monkeypatch):
-    monkeypatch.setattr(cpu_load, "ITERATION_S", 0.02)
+    clocks = Clocks()
+    monkeypatch.setattr(cpu_load, "time", clocks)
+    monkeypatch.setattr(cpu_load, "machine_busy_s", lambda: clocks.busy_s)
+    monkeypatch.setattr(cpu_load, "work", clocks.compute)
+    monkeypatch.setattr(cpu_load.multiprocessing, "cpu_count", lambda: 2)
     monkeypatch.setattr(cpu_load, "N_ITERATIONS", 5)
-    monkeypatch.setattr(cpu_load, "OTHERS", (0.0,))  # no process is started
+    monkeypatch.setattr(cpu_load, "competitors", lambda *_: contextlib.nullcontext())
     recorded = cpu_load.record(7, 10.0)
-    assert len(recorded) == 5
-    assert (recorded["speed"] > 0).all()
-    assert (recorded["load"] < 1.5).all()  # counted in steps of 10 ms
+    assert cpu_load.ITERATION_S == 0.15  # of its own: 15 products
+    np.testing.assert_allclose(recorded["speed"], 5 * [1 / 0.3])
+    np.testing.assert_allclose(recorded["load"], 5 * [(0.375 - 0.15) / (2 * 0.3)])
     assert (recorded["running"] >= 0).all()
+
+
+def test_what_the_machine_has_computed_is_in_seconds():
+    begin_s, own_s, busy_s = time.perf_counter(), time.process_time(), cpu_load.machine_busy_s()
+    while time.process_time() < own_s + 0.3:
+        cpu_load.work(10)
+    busy_s, own_s = cpu_load.machine_busy_s() - busy_s, time.process_time() - own_s
+    n_cores = cpu_load.multiprocessing.cpu_count()
+    within_s = 0.03 * n_cores  # three counters of each core, in steps of 10 ms
+    assert own_s - within_s < busy_s < (time.perf_counter() - begin_s) * n_cores + within_s
 
 
 def test_an_interrupted_recording_is_made_again(tmp_path, monkeypatch):
