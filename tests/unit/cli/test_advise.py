@@ -421,7 +421,7 @@ def test_no_simulation_outlives_the_command(job, tmp_path):
     children = psutil.Process(process.pid).children()
     process.kill()
     process.wait()
-    _, left = psutil.wait_procs(children, 10)
+    _, left = psutil.wait_procs(children, 100)
     for child in left:
         child.kill()
     assert logs and children and not left

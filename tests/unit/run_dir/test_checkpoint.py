@@ -299,7 +299,7 @@ def kill_often(folder: Path, check: Callable[[Path], None]) -> None:
             except BaseException:
                 traceback.print_exc()
             os._exit(1)
-        time.sleep(dice.uniform(0.002, 0.09) * (1 + attempt // KILLS))  # longer where the machine is slow
+        time.sleep(dice.uniform(0.002, 0.09) * 2 ** (attempt // KILLS))  # longer where the machine is slow
         assert os.waitpid(pid, os.WNOHANG) == (0, 0), "it must not end by itself"
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)

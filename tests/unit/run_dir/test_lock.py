@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -128,25 +127,36 @@ def test_whoever_inherits_the_file_holds_it(tmp_path, monkeypatch):
     guard.wait()
 
 
+def beating():
+    return {thread for thread in threading.enumerate() if thread.name == "lock"}
+
+
+def silence(held, others):
+    """Let a lock give no sign any more."""
+    held._released.set()
+    for thread in beating() - others:
+        thread.join()
+
+
 def test_a_lock_of_another_host_is_watched(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(lock, "BEAT_S", 0.1)
-    monkeypatch.setattr(lock, "PATIENCE_S", 0.4)
+    monkeypatch.setattr(lock, "PATIENCE_S", 60.0)
     monkeypatch.setattr(lock, "_busy", lambda handle: None)
-    path = tmp_path / lock.NAME
+    path, others = tmp_path / lock.NAME, beating()
     elsewhere = take(path, replace(this_process(), kernel="other", host="n7", job="12"))
     with pytest.raises(JobError, match=r"process \d+ on n7 \(job 12\) holds run.lock"):
         take(path, this_process())
-    elsewhere._released.set()
-    time.sleep(0.2)
+    silence(elsewhere, others)
+    monkeypatch.setattr(lock, "PATIENCE_S", 0.4)
     mine = take(path, this_process())
     assert json.loads(path.read_text())["token"] == mine.owner.token
     elsewhere.release()
     mine.release()
     assert not path.exists()
-    assert capsys.readouterr().err.count("waiting 0.4 s for a sign of process") == 2
+    said = capsys.readouterr().err.splitlines()
+    assert [line.partition(" s for a sign of process")[0].split()[-1] for line in said] == ["60", "0.4"]
     vanishing = take(path, elsewhere.owner)
-    vanishing._released.set()
-    time.sleep(0.2)
+    silence(vanishing, others)
     monkeypatch.setattr(lock, "PATIENCE_S", 60.0)
     threading.Timer(0.1, path.unlink).start()
     mine = take(path, this_process())

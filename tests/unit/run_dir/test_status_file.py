@@ -33,7 +33,7 @@ def writer(folder, run=None, clock=None, cpu_clock=lambda: 0.0):
 
 
 def await_samples(folder, samples):
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + 100
     while time.monotonic() < deadline_s:
         try:
             if (found := read(folder)).samples == samples:
@@ -143,10 +143,12 @@ def test_a_reader_never_sees_a_part(tmp_path, kind):
 
     reader = threading.Thread(target=look)
     reader.start()
-    for run.samples in range(1, 60):
+    for run.samples in range(1, 60 if kind is StatusWriter else 60_000):
         clock.now_s += 2.0
         status.offer(clock.now_s)
         time.sleep(0.003)
+        if failures:
+            break
     status.close("finished")
     ended.set()
     reader.join()
@@ -205,6 +207,15 @@ def test_the_command_shows_the_newest_run(tmp_path, capsys):
     assert "failed" in capsys.readouterr().out
 
 
+def printed(capsys):
+    """Return what is printed next, up to the end of a line."""
+    out, deadline_s = "", time.monotonic() + 100
+    while not out.endswith("\n") and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+        out += capsys.readouterr().out
+    return out
+
+
 def test_it_shows_each_status_until_the_end(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(watching, "LOOK_S", 0.01)
     run = Run()
@@ -213,14 +224,13 @@ def test_it_shows_each_status_until_the_end(tmp_path, capsys, monkeypatch):
     await_samples(tmp_path, 0)
     shown = threading.Thread(target=watching.watch, args=(tmp_path,), kwargs={"once": False, "as_json": True})
     shown.start()
-    time.sleep(0.1)
+    out = printed(capsys)
     clock.now_s, run.samples = 2.0, 8
     status.offer(2.0)
-    await_samples(tmp_path, 8)
-    time.sleep(0.1)
+    out += printed(capsys)
     status.close("interrupted")
-    shown.join(5)
-    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    shown.join(100)
+    found = [json.loads(line) for line in (out + capsys.readouterr().out).splitlines()]
     assert [(each["samples"], each["status"]) for each in found] == [
         (0, "running"), (8, "running"), (8, "interrupted")
     ]  # fmt: skip

@@ -89,9 +89,10 @@ def test_a_slow_reader_gets_all_unless_the_launch_was_ended(
 ) -> None:
     monkeypatch.setattr("hpcsync.system.launch_output.DRAIN_S", 0.2)
     written: list[bytes] = []
+    reads = threading.Event()
 
     def write(target: int, data: bytes) -> None:
-        time.sleep(1.5)
+        reads.wait()
         written.append(data)
 
     process = subprocess.Popen(["printf", "page\nof a pager"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -99,8 +100,11 @@ def test_a_slow_reader_gets_all_unless_the_launch_was_ended(
     output = Output(write)
     output.forward(process.stdout, process.stderr)
     process.wait(20)
+    if not stopped and not interrupted:
+        threading.Timer(1.5, reads.set).start()
     output.end(stopped, False, lambda: interrupted)
-    assert (b"".join(written) == b"page\nof a pager") == (not stopped and not interrupted)
+    assert b"".join(written) == (b"" if stopped or interrupted else b"page\nof a pager")
+    reads.set()
 
 
 def test_a_pipe_that_a_leftover_process_holds_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,8 +122,8 @@ def test_a_pipe_that_a_leftover_process_holds_is_given_up(monkeypatch: pytest.Mo
 def test_a_rank_waits_until_what_it_has_printed_is_read() -> None:
     reader, writer = os.pipe()
     os.write(writer, TOLD)
-    threading.Timer(0.3, os.read, (reader, 1 << 16)).start()
     begin_s = time.monotonic()
+    threading.Timer(0.3, os.read, (reader, 1 << 16)).start()
     wait_until_read((writer,), 300)
     assert 0.2 < time.monotonic() - begin_s < 60
     os.write(writer, TOLD)  # nobody reads

@@ -24,6 +24,15 @@ LISTENING = {
 }
 
 
+def await_reception(pid: int) -> None:
+    """Wait until a process has no signal pending and waits again, or has ended."""
+    while True:
+        status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        if status["State"][0] in "ZX" or (status["State"][0] == "S" and int(status["ShdPnd"], 16) == 0):
+            return
+        time.sleep(0.001)
+
+
 def ended(code: str, *numbers: int) -> tuple[int, str]:
     """Return status and output of a process that receives these signals once it has started."""
     argv = [sys.executable, "-c", HEAD + code]
@@ -32,7 +41,7 @@ def ended(code: str, *numbers: int) -> tuple[int, str]:
     assert process.stdout.readline() == "up\n"
     for number in numbers:
         process.send_signal(number)
-        time.sleep(0.05)  # two of a kind at once are one
+        await_reception(process.pid)  # two of a kind at once are one
     out, _ = process.communicate("go on\n", timeout=200)
     return process.returncode, out.strip()
 
@@ -88,7 +97,7 @@ ENDING = """
 class Late:
     def __del__(self):  # once Python has given signals back
         print("up", flush=True)
-        time.sleep(0.5)
+        os.read(0, 1)
         print("to its end", flush=True)
 late = Late()
 """

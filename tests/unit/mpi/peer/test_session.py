@@ -429,7 +429,7 @@ def test_time_ends_a_run(comm, folder, paradigm):
     if comm.rank == 0:
         trace = load(folder / "trace.h5")
         assert failures(folder / "trace.h5") == []
-        assert 0.4 <= trace.tables["exchanges"]["end_s"].max() < 3.0
+        assert 0.4 <= trace.tables["exchanges"]["end_s"].max() < 60.0
         if paradigm in IN_STEP:
             assert len(set(np.bincount(trace.tables["exchanges"]["worker"]).tolist())) == 1
 
