@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import torch
 
 from hpcsync.api.single_process import LocalSession
-from hpcsync.config.errors import JobError, below
+from hpcsync.config.errors import JobError, below, refuse_empty
 from hpcsync.config.job import Job, default_servers, refuse_unevaluated, refuse_unused
 from hpcsync.core.job_validation import check_model
 from hpcsync.core.roles import Roles
@@ -61,7 +61,7 @@ def device() -> torch.device:
     Call it before anything else uses a GPU and before mpi4py.MPI is imported: a CUDA-aware MPI binds to the GPU that
     is current when it starts.
     """
-    _print_user_errors_in_one_line()
+    print_user_errors_in_one_line()
     found = gpu_selection.found()
     if rank_environment.expected_rank() == 0:
         print(found.unused, end="", flush=True)
@@ -221,12 +221,13 @@ def connect(
 
     Start it with ``hpcsync launch -n 4 -- python train.py``: one server and three workers.
     """
-    _print_user_errors_in_one_line()
+    print_user_errors_in_one_line()
     loader_processes.refuse_within()
     if on_death == "restart":
         raise JobError(
             'on_death = "restart": must be "end" or "continue" in a script, whose ranks another program starts'
         )
+    refuse_empty("out", out)
     models, given = _listed(model, torch.nn.Module, "model"), _listed(optimizer, torch.optim.Optimizer, "optimizer")
     if comm is None and rank_environment.under_launcher():
         loader_processes.start(tensor for each in models for tensor in chain(each.parameters(), each.buffers()))
@@ -450,7 +451,7 @@ def world() -> MPI.Intracomm | None:
     return MPI.COMM_WORLD
 
 
-def _print_user_errors_in_one_line() -> None:
+def print_user_errors_in_one_line() -> None:
     """Install an `excepthook` that prints an uncaught JobError or LaunchError as the commands do."""
     if not isinstance(sys.excepthook, _UserErrorHook):
         sys.excepthook = _UserErrorHook(sys.excepthook)

@@ -33,7 +33,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from hpcsync.config.errors import JobError
+from hpcsync.api.connect import print_user_errors_in_one_line
+from hpcsync.config.errors import JobError, refuse_empty
 from hpcsync.config.job import Job
 from hpcsync.core.peer_coordinator import PeerCoordinator, ring_bytes
 from hpcsync.paradigms.records import ALL_PEERS, StepInfo
@@ -100,7 +101,8 @@ def record(out: str | Path | None = None, *, name: str | None = None) -> "Record
     ------
     JobError
         On entering the block, if the folder holds a run or cannot be written, or the name is none of a run; in it, if
-        the module has a communication hook already.
+        the module has a communication hook already. If it is not caught, it ends the processes with status 2, and
+        rank 0 prints one line instead of a traceback.
 
     Examples
     --------
@@ -111,6 +113,8 @@ def record(out: str | Path | None = None, *, name: str | None = None) -> "Record
     ...         optimizer.step()
     ...         optimizer.zero_grad()
     """
+    print_user_errors_in_one_line()
+    refuse_empty("out", out)
     return Recorder(out, name or layout.name_of_script("ddp"))
 
 
@@ -198,6 +202,7 @@ class Recorder:
             return
         self._handles.pop(0).remove()
         self._module = module
+        print_user_errors_in_one_line()  # torch replaces the hook when it makes a process group
         try:
             module.register_comm_hook(None, self._reduce)
         except RuntimeError as error:

@@ -74,15 +74,9 @@ Overrides = Annotated[
 ]
 
 
-def _folder(text: str) -> Path:
-    if not text:
-        raise JobError('--out "": must name a folder')
-    return Path(text)
-
-
 Out = Annotated[
     Path | None,
-    typer.Option(parser=_folder, metavar="DIR", help="Folder of the run; runs/NAME-TIME/ by default."),
+    typer.Option(parser=figure.out_path, metavar="DIR", help="Folder of the run; runs/NAME-TIME/ by default."),
 ]
 Runs = Annotated[list[Path], figure.RUNS]
 Log = Annotated[
@@ -290,7 +284,7 @@ def compare(
     out: Annotated[
         Path | None,
         typer.Option(
-            parser=_folder,
+            parser=figure.out_path,
             metavar="DIR",
             help="Folder of the runs; runs/NAME-compare/ by default. Runs that have finished there are not run again.",
         ),
@@ -368,7 +362,7 @@ def advise(
     out: Annotated[
         Path | None,
         typer.Option(
-            parser=_folder,
+            parser=figure.out_path,
             metavar="DIR",
             help="Folder of the simulations; runs/NAME-advice/ by default. Those that have finished there are not "
             "repeated.",
@@ -390,7 +384,9 @@ def advise(
 @app.command("report")
 def report_(
     runs: Runs,
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The file, .html.")] = Path("report.html"),
+    out: Annotated[
+        Path, typer.Option("--out", "-o", parser=figure.out_path, metavar="FILE", help="The file, .html.")
+    ] = Path("report.html"),
     audited: Annotated[
         bool | None,
         typer.Option(
@@ -442,7 +438,12 @@ def export_(
     out: Annotated[
         Path,
         typer.Option(
-            "--out", "-o", metavar="FILE", help="The file: .pftrace or .csv; for parquet a folder.", show_default=False
+            "--out",
+            "-o",
+            parser=figure.out_path,
+            metavar="FILE",
+            help="The file: .pftrace or .csv; for parquet a folder.",
+            show_default=False,
         ),
     ],
     kind: Annotated[

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from hpcsync import figures
+from hpcsync.config.errors import refuse_empty
 
 HELP = (
     "Draw a figure of one or more traces.\n\nThe files are PNG, SVG, and the data as CSV.\n\n\b\nFigures:\n"
@@ -20,6 +21,12 @@ RUNS = typer.Argument(metavar="RUN", help="Traces, or folders with the traces of
 KINDS = (".png", ".svg", ".pdf", ".csv")
 
 
+def out_path(text: str) -> Path:
+    """Return what --out of a command names. Raises JobError if it is empty."""
+    refuse_empty("--out", text)
+    return Path(text)
+
+
 def command(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="Name of the figure.", show_default=False)] = None,
     runs: Annotated[list[Path] | None, RUNS] = None,
@@ -28,6 +35,7 @@ def command(
         typer.Option(
             "--out",
             "-o",
+            parser=out_path,
             metavar="FILE",
             help="Output file: .png, .svg, .pdf or .csv; without a suffix PNG, SVG and CSV. Default: figures/NAME.",
             show_default=False,

@@ -42,6 +42,12 @@ def below(error: BaseException) -> str:
     return details and f"\n{details}"
 
 
+def refuse_empty(option: str, path: Any) -> None:
+    """Raise JobError for an empty path, which would be the current folder."""
+    if path == "":
+        raise JobError(f'{option} "": must not be empty')
+
+
 # Words of pydantic, and their replacements.
 _WORDS = {
     "Value error, ": "",

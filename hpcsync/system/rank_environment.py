@@ -52,6 +52,8 @@ def in_step(environ: Mapping[str, str]) -> bool:
 
 def expected_rank(environ: Mapping[str, str] = os.environ) -> int:
     """Return this process's rank by its launcher's environment; 0 without a launcher."""
+    if "TORCHELASTIC_RUN_ID" in environ:  # torchrun, which another launcher may have started once a node
+        return int(environ["RANK"])
     names = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
     return next((int(environ[name]) for name in names if name in environ), 0)
 

@@ -278,6 +278,7 @@ def rates(model):
         (sgd, {"stop": {"target_accuracy": 0.5}}, "stop.target_accuracy = 0.5: needs evaluate"),
         (sgd, {"stop": {"target_loss": 0.5}}, "stop.target_loss = 0.5: needs evaluate"),
         (sgd, {"paradigm": "adsp", "loss": "evaluation"}, 'paradigm.loss = "evaluation": needs evaluate'),
+        (sgd, {"out": ""}, 'out "": must not be empty'),
         (sgd, {"resume": True}, "resume: must come with out, the folder of the run to resume"),
     ],
 )

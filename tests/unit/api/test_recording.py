@@ -1,6 +1,7 @@
 """The trace that `hpcsync.record` writes: rows in closed form from the durations of two processes."""
 
 import math
+import sys
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -259,9 +260,32 @@ def test_nothing_is_measured_after_the_block(module, tmp_path):
 
 def test_a_folder_with_a_run_and_a_wrong_name_are_refused_before_the_loop(tmp_path):
     written(tmp_path, FAST, SLOW)
-    for recorder, message in ((record(tmp_path / "run"), "must not hold"), (record(name="my run"), "name = ")):
-        with pytest.raises(JobError, match=message), recorder:
+    for out, name, message in ((tmp_path / "run", "run", "must not hold"), ("", "run", "empty"), (None, "a b", "name")):
+        with pytest.raises(JobError, match=message), record(out, name=name):
             raise AssertionError("the loop has begun")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_refusal_is_one_line_of_rank_0(rank, module, tmp_path, monkeypatch, capsys):
+    """Under torchrun, which srun may have started; torch has a hook of its own for errors that are not caught."""
+    for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": str(rank), "SLURM_PROCID": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "excepthook", lambda *raised: pytest.fail("a traceback"))
+    written(tmp_path, FAST, SLOW)
+    capsys.readouterr()
+    with pytest.raises(JobError) as refused, record(tmp_path / "run"):
+        pass
+    with pytest.raises(SystemExit, match="2"):
+        sys.excepthook(JobError, refused.value, None)
+    line = f"hpcsync: out {tmp_path / 'run'}: must not hold a trace.h5 already: runs are never overwritten\n"
+    assert capsys.readouterr().err == ("" if rank else line)
+
+
+def test_a_hook_of_a_process_group_made_in_the_block_gives_way(module, tmp_path, monkeypatch):
+    with record(tmp_path / "run"):
+        monkeypatch.setattr(sys, "excepthook", torch_s := lambda *raised: None)
+        train(module, 1)
+        assert sys.excepthook is not torch_s
 
 
 @pytest.mark.parametrize("out", ["file", "file/run", None])

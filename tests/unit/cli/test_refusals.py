@@ -157,10 +157,15 @@ def test_a_current_folder_that_was_removed_is_told_in_one_line(tmp_path: Path) -
     assert done.stderr.endswith("hpcsync: the current folder: No such file or directory; change to one that exists\n")
 
 
+@pytest.mark.parametrize("command", ["figure waiting", "report", "export --format parquet"])
+def test_an_empty_out_is_refused(command: str, tmp_path: Path) -> None:
+    is_refused(hpcsync(*command.split(), tmp_path, "--out", ""), '--out "": must not be empty\n')
+
+
 @pytest.mark.parametrize("command", ["run", "simulate", "compare --vary optimizer.lr=[0.1] --simulate", "advise"])
 def test_an_out_without_a_name_is_refused_as_is_the_folder_of_a_run_for_several(command: str, tmp_path: Path) -> None:
     name, *options = command.split()
-    is_refused(hpcsync(name, JOB, *options, "--out", ""), '--out "": must name a folder\n')
+    is_refused(hpcsync(name, JOB, *options, "--out", ""), '--out "": must not be empty\n')
     (tmp_path / "trace.h5").touch()
     result = hpcsync(name, JOB, *options, "--out", ".")
     assert (result.exit_code, result.stdout.removesuffix("\n")) == (2, "")

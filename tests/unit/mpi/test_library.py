@@ -223,7 +223,7 @@ def test_a_loop_may_draw_its_next_batch_before_each_step(comm, folder, paradigm,
 def test_afterwards_model_and_optimizer_are_the_scripts_again(comm, folder):
     model, data = problem()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    connect._print_user_errors_in_one_line()  # until the process ends
+    connect.print_user_errors_in_one_line()  # until the process ends
     hook = sys.excepthook
     with hpcsync.connect(model, optimizer, "asp", out=folder / "run", comm=comm) as sync:
         pass
