@@ -310,7 +310,7 @@ def _own_times(steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return when each worker's steps begin and end, each of shape (n_workers, n_steps), on one clock from 0.
 
     A step begins when the sum of the one before has arrived at this worker. The first one begins as early as its
-    durations say: the processes do not enter the block at the same time.
+    durations say, without waiting: the processes do not enter the block at the same time.
     """
     durations_s = steps[:, :, :3].sum(axis=2)
     ended_s = steps[:, :, Step._fields.index("end_s")]
@@ -344,6 +344,7 @@ def write(job: Job, measured: Sequence[Measured], out: str | Path | None) -> Pat
     of_all = np.array([each.steps[:n_steps] for each in measured])
     load_s, compute_s, sum_s, _, samples, n_bytes, lr = np.moveaxis(of_all, 2, 0)  # shape (n_workers, n_steps) each
     comm_s = sum_s.min(axis=0)
+    sum_s[:, 0] = comm_s[0]  # the rest is waiting for processes that start later, and no waiting of the training
     began_s, ended_s = _own_times(of_all)
     ready_s = began_s + load_s + compute_s
     all_ended_s = ended_s.max(axis=0)

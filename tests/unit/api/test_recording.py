@@ -44,10 +44,11 @@ def test_waiting_is_what_exceeds_the_shortest_sum(tmp_path):
         own = rows[rows["worker"] == worker]
         assert len(own) == N
         for name, seconds in zip(("load_s", "compute_s", "wait_s", "comm_s"), times, strict=True):
-            np.testing.assert_allclose(own[name], seconds, atol=1e-12)
+            np.testing.assert_allclose(own[name][1:], seconds, atol=1e-12)
+        assert own["wait_s"][0] == 0  # of the start
     np.testing.assert_allclose(trace.tables["updates"]["now_s"], 1.1 * np.arange(1, N + 1))
     assert trace.tables["updates"]["samples"][-1] == 2 * 8 * N
-    np.testing.assert_allclose(waits(trace).between_s.toarray(), [[0, 0.5 * N], [0, 0]], atol=1e-9)
+    np.testing.assert_allclose(waits(trace).between_s.toarray(), [[0, 0.5 * (N - 1)], [0, 0]], atol=1e-9)
 
 
 def test_the_trace_passes_its_audit(tmp_path):
@@ -79,9 +80,10 @@ def test_a_process_that_hears_of_a_sum_late_has_less_time_for_the_next_step(tmp_
 
 
 def test_a_process_that_enters_the_block_late_keeps_only_its_own_time(tmp_path):
-    trace = written(tmp_path, FAST, [SLOW[0]._replace(load_s=3.0), *SLOW[1:]])
+    trace = written(tmp_path, [FAST[0]._replace(sum_s=3.6), *FAST[1:]], [SLOW[0]._replace(load_s=3.0), *SLOW[1:]])
     first = [trace.tables["exchanges"][w]["begin_s"] for w in (0, 1)]
-    assert first == pytest.approx([3.0, 0.0])
+    assert first == pytest.approx([3.5, 0.0])
+    assert waits(trace).between_s.toarray()[0, 1] == pytest.approx(0.5 * (N - 1))  # not the 3 s of the start
     found = study(trace, [{"name": "asp"}])
     (asp_s,) = found.others_s.values()  # worker 0 does not wait in its first step
     assert asp_s == pytest.approx(2 * N / (1 / 0.6 + 1 / 1.1) + 3.0 * 0.6 / 1.7, rel=0.06)
