@@ -117,6 +117,7 @@ class Iterations(Stateful):
         """Return the batches of the next training epochs, until the run is over or the worker leaves.
 
         Loaders have their training epochs in the order in which they are first read; one that is not read has none.
+        One without an end counts as one: on every worker the next begins with the same order, and with another one.
         Without data the batches are ().
 
         Raises
@@ -152,7 +153,7 @@ class Iterations(Stateful):
         data, epochs = asked.dataset, self._epochs_of(number, asked.epochs)
         if self._first_by[number] < 0:
             self._first_by[number] = self._training_epochs
-            self._training_epochs += asked.epochs or 0
+            self._training_epochs += 1 if asked.epochs is None else asked.epochs
         if number >= self._last_used:
             self._continue()
         batches = self.source(asked)

@@ -96,6 +96,14 @@ def test_stopping_rule(model, stop, iterations):
     assert train(model, stop=stop) == iterations
 
 
+def test_each_loader_without_an_end_has_an_order_of_its_own(model):
+    with connect(model, sgd(model), stop={"updates": 9}) as sync:
+        one_after_another = [next(iter(sync.shard(range(64), 64, epochs=None))) for _ in range(2)]
+        at_once = next(zip(*(sync.shard(range(64), 64, epochs=None) for _ in range(2)), strict=True))
+    orders = {tuple(order.tolist()) for order in (*one_after_another, *at_once)}
+    assert len(orders) == 4 and {tuple(sorted(order)) for order in orders} == {tuple(range(64))}
+
+
 def test_loaders_end_with_the_run_and_steps_after_it_are_refused(model):
     optimizer = sgd(model)
     with connect(model, optimizer, stop={"updates": 2}) as sync:
