@@ -65,7 +65,8 @@ class Program:
     @property
     def complaints(self) -> list[str]:
         """The lines of `err` except about stalls, which happen on a busy machine."""
-        return [line for line in self.err.splitlines() if " stalls (" not in line and " continues: " not in line]
+        stalls = (" stalls (", " continues: ", "hpcsync:   blocked: ")
+        return [line for line in self.err.splitlines() if not any(words in line for words in stalls)]
 
     @property
     def status(self) -> int:

@@ -150,7 +150,7 @@ def command(folder: Path, death: Death) -> list[str]:
 )
 def test_the_run_ends_and_its_trace_can_be_read(deaths: tuple[Death, ...], tmp_path: Path) -> None:
     folders = [tmp_path / str(i) for i in range(len(deaths))]
-    environ = launcher.environment()
+    environ, begin_s = launcher.environment(), time.monotonic()
     with ExitStack() as stack:
         programs = [
             stack.enter_context(started(command(folder, death), cwd=folder, environ=environ))
@@ -158,9 +158,10 @@ def test_the_run_ends_and_its_trace_can_be_read(deaths: tuple[Death, ...], tmp_p
         ]
         for program in programs:
             program.wait_for(lambda said: " samples/s" in said.out)  # which is said right after the trace's first flush
+        starting_s = time.monotonic() - begin_s
         for death, folder, program in zip(deaths, folders, programs, strict=True):
             assert len(program.left()) > death.n_ranks, "all ranks and a launcher are alive until something happens"
-            die(program, folder, death)
+            die(program, folder, death, starting_s)
 
 
 def loaded(path: Path) -> Trace:
@@ -175,7 +176,7 @@ def loaded(path: Path) -> Trace:
         time.sleep(0.05)
 
 
-def die(program: Program, folder: Path, death: Death) -> None:
+def die(program: Program, folder: Path, death: Death, starting_s: float) -> None:
     death.cause(program, folder)
     begin_s = time.monotonic()
     assert program.status != 0
@@ -190,8 +191,7 @@ def die(program: Program, folder: Path, death: Death) -> None:
     trace = loaded(folder / "out" / "trace.h5")
     assert trace.status in death.statuses
     rows = trace.tables["exchanges" if death.paradigm in WITHOUT_SERVER else "pushes"]
-    assert len(rows) > 10
-    assert rows["begin_s"].min() < 0.5, "what has to be loaded was loaded before the run"
+    assert rows["begin_s"].min() < 0.25 * starting_s, "what has to be loaded was loaded before the run"
     assert [found for found in audit(trace) if not found.passed] == []
     assert not (folder / "out" / "summary.json").exists()
     print(f"{death.by}, {death.paradigm}: gone after {took_s:.1f} s, status {program.status}, trace {trace.status}")

@@ -53,7 +53,8 @@ def job(folder: Path, parameters: int = 3, stop: str = "updates = 20", paradigm:
 
 def said(program: Program) -> list[str]:
     assert "Traceback" not in program.err, program.err
-    return re.findall(r"hpcsync: .*", program.err)  # Open MPI's launcher may have said something on the same line
+    lines = "\n".join(program.complaints)
+    return re.findall(r"hpcsync: .*", lines)  # Open MPI's launcher may have said something on the same line
 
 
 def intact(path: Path) -> Trace:

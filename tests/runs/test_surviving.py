@@ -31,7 +31,7 @@ name = "surviving"
 seed = 3
 workload = {{name = "linear", batch_size = 4, features = 40, samples = 400}}
 optimizer = {{name = "sgd", lr = 0.01}}
-stop = {{seconds = 3}}
+stop = {{seconds = 5}}
 evaluation = {{every_samples = 400}}
 paradigm = {{{paradigm}}}
 cluster = {{{servers} workers = {workers}, on_death = "continue", compute = {{model = "constant", seconds = 0.004}}}}
@@ -67,7 +67,7 @@ def train(**options):
     return sync.rank
 
 
-rank = train(paradigm="k-async", k=2, out="out", stop={"seconds": 3})
+rank = train(paradigm="k-async", k=2, out="out", stop={"seconds": 5})
 print("weights", sum(p.double().sum().item() for p in model.parameters()))
 """
 
@@ -242,7 +242,7 @@ def test_processes_end_together_after_training(tmp_path: Path) -> None:
 
     def run(name: str) -> tuple[Program, Path]:
         folder = Path(tempfile.mkdtemp(dir=tmp_path))
-        script = END_WITH if name in UNTRAINED else SCRIPT.replace('"seconds": 3', '"seconds": 0.5')
+        script = END_WITH if name in UNTRAINED else SCRIPT.replace('"seconds": 5', '"seconds": 0.5')
         (folder / "script.py").write_text("\n".join([*AROUND, script, AFTER, ENDS[name][0]]))
         return ended(line, folder, launcher.environment()), folder
 

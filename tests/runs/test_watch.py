@@ -33,7 +33,7 @@ evaluation = {every_samples = 400}
 paradigm = {name = "ssp", staleness = 2}
 cluster = {workers = 2, compute = {model = "lognormal", seconds = [0.01, 0.03]}}
 """
-LIMIT_S = 90.0
+LIMIT_S = 240.0
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def on_a_terminal(argv: list[str]) -> tuple[int, str]:
             except OSError:  # the other end is closed
                 break
             seen += data
-        return process.wait(10), seen.decode()
+        return process.wait(LIMIT_S), seen.decode()
     finally:
         os.close(own)
         if process.poll() is None:
@@ -72,13 +72,13 @@ def test_a_run_on_a_terminal_shows_its_status(job: Path, tmp_path: Path) -> None
     assert "starting 3 ranks" in text
     assert re.search(r"worker +state +iteration +lead +staleness +compute +wait +comm", text)
     assert re.search(r"0 +(waiting|computing|reading|pushing) ", text)
-    assert re.search(r"time +2\.\d+ s", text)  # the summary
+    assert re.search(r"time +([2-9]|\d\d+)\.\d+ s", text)  # the summary
     assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l"), "the cursor is shown again"
 
 
 def test_another_process_watches_it_until_it_dies(job: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    with started(hpcsync("run", job, "--out", out, "--set", "stop.seconds=100")) as program:
+    with started(hpcsync("run", job, "--out", out, "--set", "stop.seconds=600")) as program:
         program.wait_for(lambda _: (out / STATUS).exists() and json.loads((out / STATUS).read_text())["updates"] > 20)
         shown = ended(hpcsync("watch", tmp_path, "--once", "--json"))
         assert shown.status == 0, shown.err

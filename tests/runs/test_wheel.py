@@ -27,7 +27,7 @@ cluster = {workers = 2, compute = {model = "constant", seconds = [0.1, 0.2]}}
 pytestmark = pytest.mark.once
 
 
-def run(*argv: object, cwd: Path, limit_s: float = 100) -> str:
+def run(*argv: object, cwd: Path, limit_s: float = 280) -> str:
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run([*map(str, argv)], cwd=cwd, env=environ, capture_output=True, text=True, timeout=limit_s)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -135,8 +135,10 @@ def test_a_worker_waits_for_the_weights_put_into_its_window(comm, needs, deaf):
         hearing = mine.link.comm
         mine.link.comm = Deaf(hearing) if deaf else hearing
         if comm.rank == 0:
-            time.sleep(0.1)
+            comm.gather(None) if deaf else time.sleep(0.1)
         mine.made.run(mine.method.exchange(mine, 1))
+        if comm.rank > 0 and deaf:
+            comm.gather(None)
         mine.link.comm = hearing
         comm.Barrier()
         assert (models(comm, weights).sum() == SIZE * comm.size * (comm.size + 1) / 2) != deaf

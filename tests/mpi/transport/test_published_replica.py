@@ -19,7 +19,7 @@ from hpcsync.mpi.transport.tensor_window import HOST
 
 SIZE = (1 << 19) + 3
 BUSY_S = 0.3
-LIMIT_S = 30.0
+LIMIT_S = 200.0
 
 
 def filled(value: float, size: int = 5, dtype: torch.dtype = torch.float64) -> torch.Tensor:

@@ -127,7 +127,7 @@ def test_workers_that_return_or_join_late(comm, only, folder, paradigm):
     """The last worker leaves and returns, and worker 0 joins late, both within the loops of their scripts."""
     only(3)
     last = comm.size - 2
-    for attempt, unit_s in enumerate((0.1, 0.4, 1.6)):  # on a busy machine little happens in a while
+    for attempt, unit_s in enumerate((0.1, 0.4, 1.6, 6.4)):  # on a busy machine little happens in a while
         events = [join(0, at_s=2 * unit_s), leave(last, at_s=3 * unit_s), join(last, at_s=5 * unit_s)]
         trace = run(comm, folder / str(attempt), paradigm, *events, stop={"seconds": 8 * unit_s})
         changes = trace.tables["membership"]
@@ -147,7 +147,7 @@ def test_workers_that_return_or_join_late(comm, only, folder, paradigm):
 def test_a_resumed_run_still_waits_for_absent_workers(comm, only, folder, paradigm):
     """The first checkpoint, from which the run is resumed, is made before worker 0 joins."""
     only(5)
-    for attempt, unit_s in enumerate((0.1, 0.4, 1.6)):  # on a busy machine little happens in a while
+    for attempt, unit_s in enumerate((0.1, 0.4, 1.6, 6.4)):  # on a busy machine little happens in a while
         first, again = folder / f"first{attempt}", folder / f"again{attempt}"
         late = join(0, at_s=6 * unit_s)
         tables = {"stop": {"seconds": 10 * unit_s}, "checkpoint": {"updates": 30, "keep": 9999}}
