@@ -6,8 +6,11 @@ import os
 import time
 
 import psutil
+import pytest
 
 from hpcsync.system.namespaces import Hosts
+
+PAUSES = pytest.mark.flaky(reruns=3)  # a transfer that is timed may wait for a core
 
 
 def processes(hosts: Hosts, number: int) -> list[psutil.Process]:

@@ -13,7 +13,7 @@ import pytest
 
 from hpcsync.system import launcher
 from hpcsync.system.namespaces import Hosts
-from tests.hosts.processes import left
+from tests.hosts.processes import PAUSES, left
 
 AT_ONCE_S = 0.8  # 4 MB take 0.03 s at 1 Gbit/s; the rest is for the machine's other business
 WAITED_S = 1.0  # of the two seconds that the peer computes
@@ -30,6 +30,7 @@ def run(hosts: Hosts, folder: Path, *program: str) -> subprocess.CompletedProces
     return hosts.run(line, cwd=folder, environ=launcher.environment(environ))
 
 
+@PAUSES
 def test_with_help_nothing_waits(hosts: Hosts, tmp_path: Path) -> None:
     """With either help, and that one is needed is measured. The control: without help the read waits for the peer. A
     thread that nobody stops does not keep the ranks from ending."""

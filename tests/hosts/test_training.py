@@ -19,7 +19,7 @@ from hpcsync.simulator.simulate import simulate
 from hpcsync.system import launcher
 from hpcsync.system.namespaces import Hosts
 from hpcsync.trace.reader import Trace, load
-from tests.hosts.processes import left
+from tests.hosts.processes import PAUSES, left
 
 LINEAR = """
 name = "apart"
@@ -140,6 +140,7 @@ def test_a_server_and_a_worker_on_every_host(hosts: Hosts, tmp_path: Path) -> No
     assert weights == weights_on_one_host(job, tmp_path / "together")
 
 
+@PAUSES
 def test_a_peer_that_computes_is_read_meanwhile(hosts: Hosts, tmp_path: Path) -> None:
     """Between hosts a read waits until its target makes MPI calls; in iterations of a second reads take a few tenths,
     and none waits for the end of one.
@@ -207,6 +208,7 @@ def limit_s(update_s: float) -> float:
     return 2 * update_s + WIRE_S + SLACK_S
 
 
+@PAUSES
 def test_no_transfer_waits_longer_than_the_longest_update(hosts: Hosts, tmp_path: Path) -> None:
     """On a server that is nearly always in an update."""
     comm_s, update_s = longest_transfers(hosts, tmp_path, str(SLOW_S))

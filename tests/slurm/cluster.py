@@ -29,7 +29,7 @@ from tests.hosts.processes import processes
 DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
 PMIX = next(Path("/usr/lib").glob("*/pmix2/lib"), Path("none"))  # where Debian's Slurm looks for a libpmix.so
 CPUS = 8  # of a host, which shares the machine's with the others
-UP_S = 20.0
+UP_S = 100.0
 GRACE_S = 30  # between the signal to a job that has to make room and its end
 
 CONF = f"""
@@ -141,7 +141,7 @@ class Slurm:
     def run(self, *line: str, cwd: Path | None = None, **environ: str) -> str:
         """What this program says on head; it must succeed."""
         inside = self.hosts.inside("n1", cwd or self.folder, line)
-        found = subprocess.run(inside, env=self.environ(**environ), capture_output=True, text=True, timeout=60)
+        found = subprocess.run(inside, env=self.environ(**environ), capture_output=True, text=True, timeout=200)
         if found.returncode:
             raise AssertionError(f"{' '.join(line)}: status {found.returncode}\n{found.stdout}{found.stderr}")
         return found.stdout
@@ -155,7 +155,7 @@ class Slurm:
         first, *_ = self.run("scontrol", "show", "job", job).split("\n\n")
         return dict(re.findall(r"(\w+)=(\S*)", first))
 
-    def wait(self, job: str, *states: str, timeout_s: float = 60.0) -> Mapping[str, str]:
+    def wait(self, job: str, *states: str, timeout_s: float = 200.0) -> Mapping[str, str]:
         """Wait until the job is in one of these states, or has ended if none is named; what Slurm then says of it."""
         deadline_s = time.monotonic() + timeout_s
         while (found := self.show(job))["JobState"] not in (states or ENDED):
@@ -178,7 +178,7 @@ class Slurm:
         """Take hosts and daemons away; harmless when repeated."""
         self.hosts.close()
         for daemon in self._daemons:
-            daemon.wait(10)
+            daemon.wait(100)
         self._daemons.clear()
         shutil.rmtree(self.folder, ignore_errors=True)
 

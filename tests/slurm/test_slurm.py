@@ -81,8 +81,8 @@ class Place:
         """Whether it has got so far that there is a checkpoint."""
         return any(path.name.isdigit() for path in (self.run(job) / "checkpoints").glob("*"))
 
-    def until(self, holds: Callable[[], bool], job: str, limit_s: float = LIMIT_S) -> None:
-        deadline_s = time.monotonic() + limit_s
+    def until(self, holds: Callable[[], bool], job: str) -> None:
+        deadline_s = time.monotonic() + LIMIT_S
         while not holds():
             assert time.monotonic() < deadline_s, f"{self.slurm.show(job)}\n{self.said(job)}"
             time.sleep(0.2)
@@ -96,7 +96,7 @@ class Place:
             self.slurm.run("scancel", job)
             raise AssertionError(f"{late}; its output:\n{said}") from None
         assert (found["JobState"], found["ExitCode"]) == ("COMPLETED", "0:0"), self.said(job)
-        self.until(lambda: not self.slurm.left(job), job, 5.0)
+        self.until(lambda: not self.slurm.left(job), job)
         trace = load(self.run(job) / "trace.h5")
         assert trace.status == "finished"
         assert [found for found in audit(trace) if not found.passed] == []
@@ -200,7 +200,7 @@ def test_what_is_cancelled_ends_in_order(place: Place) -> None:
 
 def test_a_job_that_had_to_make_room_goes_on_from_its_checkpoint(place: Place) -> None:
     """On n3 and n4, for which a job of a partition that comes first asks."""
-    place.job("digits-asp", cluster=PADDED, updates=250)
+    place.job("digits-asp", cluster=PADDED, updates=500)
     job = place.submit("preemptible.sh", ONE_A_NODE, "--nodelist=n[3-4]")
     place.until(lambda: place.trains(job), job)
     first = ["--partition=cpu", "--nodelist=n[3-4]", "--nodes=2", "--exclusive", "--output=/dev/null"]
@@ -211,7 +211,7 @@ def test_a_job_that_had_to_make_room_goes_on_from_its_checkpoint(place: Place) -
     assert job_ids(trace) == [job, job]
     assert trace.tables["starts"]["now_s"][1] > 0
     pushes = trace.tables["pushes"]
-    assert pushes["iteration"].tolist() == list(range(1, 251))
+    assert pushes["iteration"].tolist() == list(range(1, 501))
     assert "resuming from" in place.said(job)
 
 
