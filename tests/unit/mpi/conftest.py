@@ -21,6 +21,7 @@ from tests.mpi.conftest import needs, only, through, transport  # noqa: F401
 
 SIZES = (1, 2, 3, 5, 8)
 PRINTING = 3
+LIMIT_S = 280.0  # less than pytest's, which would not tell where each rank was
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -75,5 +76,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     test: Callable[..., None] = pyfuncitem.obj
-    run(pyfuncitem.funcargs["n_ranks"], lambda comm: test(**given | ({"comm": comm} if "comm" in given else {})))
+
+    def body(comm: Any) -> None:
+        test(**given | ({"comm": comm} if "comm" in given else {}))
+
+    run(pyfuncitem.funcargs["n_ranks"], body, limit_s=LIMIT_S)
     return True

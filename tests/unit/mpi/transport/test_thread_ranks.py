@@ -318,7 +318,7 @@ def test_a_rank_may_wait_for_a_thread_that_waits_for_other_ranks():
         background.wait()
         background.close()
 
-    run(3, body, limit_s=10)
+    run(3, body)
 
 
 # ---- ends ----
@@ -343,8 +343,8 @@ def test_ranks_that_wait_for_ever_are_ended_and_said_where(monkeypatch):
         if comm.rank:
             comm.Recv(np.zeros(1), 0)
 
-    with pytest.raises(TimeLimit, match=r"(?s)^rank 1, rank 2 after 0\.2 s:\nrank 1:\n.*comm\.Recv"):
-        run(3, body, limit_s=0.2)
+    with pytest.raises(TimeLimit, match=r"(?s)^rank 1, rank 2 after 2 s:\nrank 1:\n.*comm\.Recv"):
+        run(3, body, limit_s=2)
     assert threading.active_count() == before
 
 
@@ -445,7 +445,8 @@ def test_a_run_notices_a_broken_transport(tmp_path: Path, monkeypatch, world, no
     monkeypatch.setattr(session_base, "FAREWELL_S", 0.1)
     this = job({"name": "bsp"}, 3, servers=2)
     try:
-        weights = run(5, lambda comm: train(comm, this, tmp_path).flat.weights.clone(), world=world(5), limit_s=3)
+        limit_s = 3 if noticed else 60
+        weights = run(5, lambda comm: train(comm, this, tmp_path).flat.weights.clone(), world=world(5), limit_s=limit_s)
     except (TimeLimit, RuntimeError):
         assert noticed
     else:
