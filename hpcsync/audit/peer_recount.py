@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -64,10 +65,10 @@ class PeerRecount:
         np.minimum.at(self.left_s, self.membership["worker"], self.membership["now_s"])
         self.uncertain_s = clock_errors_s(clocks, 0, self.steps["worker"], self.steps["now_s"]) + SAME_TIME_S
 
-    @property
-    def mode(self) -> str:
-        """Name of the paradigm, or the mode of gossip."""
-        return self.job.paradigm.form
+    @cached_property
+    def method(self) -> Any:
+        """What a worker does at the end of an iteration (`PeerMethod`); only its traits and its draws are used here."""
+        return self.job.paradigm.method(self.n_workers, self.job.seed)
 
     @property
     def together(self) -> bool:
@@ -77,7 +78,7 @@ class PeerRecount:
     @property
     def pushes(self) -> bool:
         """True if models arrive at any time, also after the worker's last iteration."""
-        return self.mode in ("push", "push-sum") and not self.together
+        return bool(self.method.transport == "inbox")
 
     @property
     def one_model(self) -> bool:
@@ -192,20 +193,15 @@ class PeerRecount:
         Round 0 is the identity.
         """
         n_rounds = int(self.count.max(initial=0)) // self.period
-        rounds = [np.arange(self.n_workers)]
-        for round in range(1, n_rounds + 1):
-            if self.mode == "permutation":
-                rounds.append(np.array(self._peers.permutation(round)))
-            else:
-                rounds.append(np.array([self._peers.drawn(worker, round) for worker in range(self.n_workers)]))
-        return np.array(rounds)
+        drawn = (self.method.select(round) for round in range(1, n_rounds + 1))
+        return np.array([range(self.n_workers), *drawn])
 
     @cached_property
     def sent_together(self) -> Rows:
         """Models sent to each worker in round 1, 2, ... of synchronous gossip; shape (1 + n_rounds, n_workers)."""
         peers = self.peers_together
         others = peers != np.arange(self.n_workers)
-        if self.mode == "pull":
+        if self.method.reads:
             return others.astype(np.int64)
         return np.array(
             [np.bincount(row[own], minlength=self.n_workers) for row, own in zip(peers, others, strict=True)]

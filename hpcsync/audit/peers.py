@@ -180,7 +180,7 @@ def sent_is_received(run: PeerRecount) -> Check:
             sent = np.where(due, run.sent_together[run.count // run.period, steps["worker"]], 0)
         elif run.groups is not None:
             sent *= np.where(run.is_fc, run.groups.n_fc, run.groups.n_convolution) - 1
-        elif run.mode != "pull":
+        elif not run.draws_peers:
             sent *= run.n_contributing[run.count] - 1
         # In an unfinished run, rows of other workers in an exchange of all may be missing.
         sure = run.finished | run.known(run.count) | ~run.exchanged | run.draws_peers | (run.groups is not None)
@@ -214,7 +214,7 @@ def weights_add_up(run: PeerRecount) -> Check:
     if run.pairwise:
         return averages_are_atomic(run)
     rows, weight = run.rows, run.rows["weight"]
-    if run.mode != "push-sum":
+    if not run.method.push_sum:
         return check_rows("weights are 1", weight != 1.0, lambda i: f"/exchanges row {i} has weight {weight[i]}")
     if run.together:
         expected = run.weights_together[run.count // run.period, run.steps["worker"]]

@@ -174,11 +174,6 @@ class AdPsgdOptions(ParadigmOptions):
         return PairwiseAverages(self.peers(n_workers, seed), self.period)
 
     @property
-    def exchange_every(self) -> int:
-        """Iterations from one average to the next."""
-        return self.period
-
-    @property
     def label(self) -> str:
         """Name with the main options, for figures."""
         text = "AD-PSGD" + (f", {self.topology}" if self.topology != "complete" else "")

@@ -33,7 +33,6 @@ class AllReduceOptions(ParadigmOptions):
     bucket_mb: Positive | None = default(None, "25 on one node; between nodes a quarter of the gradient, from 1 to 8")
 
     one_model = True
-    lead_bound = 0
     papers = (PATARASUK,)
     place = 120
     waiting = "all workers wait for the slowest, in every iteration"

@@ -18,7 +18,6 @@ M. Assran et al., "Stochastic Gradient Push for Distributed Deep Learning", ICML
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -266,10 +265,17 @@ def _inverted(others: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 class _Together(Gossip):
-    """Exchange of all workers in the same round: each receives its models directly from their senders."""
+    """Exchange of all workers in the same round: each receives its models directly from their senders.
+
+    Attributes
+    ----------
+    reads
+        True if a worker receives the model of its peer; otherwise it sends its own there.
+    """
 
     transport = "swap"
     synchronous = True
+    reads = False
     _round = 0
     _peers: Sequence[int] = ()
     _sources: Sequence[Sequence[int]] = ()
@@ -278,8 +284,9 @@ class _Together(Gossip):
     def exchange(self, worker: PeerState, round: int) -> Actions:
         """Exchange with the workers that all know to be drawn."""
         if round != self._round:  # once for all workers of a simulation, which are in the same round
-            self._round, self._peers = round, self._select(round)
-            self._sources = self._sources_of(self._peers)
+            self._round, self._peers = round, self.select(round)
+            others = _others(self._peers)
+            self._sources = others if self.reads else _inverted(others)
             self._targets = _inverted(self._sources)
         me, update, peer = worker.worker, worker.update, self._peers[worker.worker]
         model, weight = (update.give(), update.weight) if self._targets[me] else (None, 1.0)
@@ -289,13 +296,9 @@ class _Together(Gossip):
         count = 0 if received is None else received.count
         return ExchangeResult(peer, 0 if peer == me else update.n_bytes, count)
 
-    def _select(self, round: int) -> Sequence[int]:
-        """Return the peer of each worker."""
+    def select(self, round: int) -> Sequence[int]:
+        """Return the peer of each worker in this common round."""
         return [self.peers.drawn(worker, round) for worker in range(self.peers.n_workers)]
-
-    def _sources_of(self, peers: Sequence[int]) -> list[list[int]]:
-        """Return the senders of the models of each worker if every worker sends to its peer, in order."""
-        return _inverted(_others(peers))
 
     def _combine(self, update: LocalUpdate, received: Any, *, drew_itself: bool) -> None:
         update.mix(received.total, self.beta)
@@ -304,8 +307,7 @@ class _Together(Gossip):
 class PullTogether(_Together):
     """Average with the weights of a peer, which sends them to all that have drawn it."""
 
-    def _sources_of(self, peers: Sequence[int]) -> list[list[int]]:
-        return _others(peers)
+    reads = True
 
 
 class PushTogether(_Together):
@@ -324,7 +326,8 @@ class PushSumTogether(PushTogether):
 class Permutation(_Together):
     """Send the weights to one worker and average with those of the only one that sends to this one."""
 
-    def _select(self, round: int) -> Sequence[int]:
+    def select(self, round: int) -> Sequence[int]:
+        """Return the worker to which each worker sends."""
         return self.peers.permutation(round)
 
 
@@ -422,16 +425,6 @@ class GossipOptions(ParadigmOptions):
         """Return the exchange of this mode."""
         kinds = TOGETHER if self.synchronous else MODES
         return kinds[self.mode](self.peers(n_workers, seed), self.period, self.beta)
-
-    @property
-    def exchange_every(self) -> int:
-        """Iterations from one exchange to the next."""
-        return self.period
-
-    @property
-    def lead_bound(self) -> float:
-        """Largest lead over the slowest worker at which a worker starts an exchange."""
-        return 0 if self.needs_all else math.inf
 
     @property
     def needs_all(self) -> bool:

@@ -94,7 +94,6 @@ class LocalSgdOptions(ParadigmOptions):
 
     contribution = "position"
     allocates = False
-    lead_bound = 0
     place = 130
     colour = "#56B4E9"
     waiting = "all workers, every `steps` iterations"
@@ -104,11 +103,6 @@ class LocalSgdOptions(ParadigmOptions):
     def method(self, n_workers: int, seed: int) -> AveragedWeights:
         """Return the exchange."""
         return AveragedWeights(self.steps, self.outer_lr, self.outer_momentum)
-
-    @property
-    def exchange_every(self) -> int:
-        """Iterations from one averaging to the next."""
-        return self.steps
 
     @property
     def papers(self) -> tuple[Reference, ...]:

@@ -156,7 +156,8 @@ class ParadigmOptions:
     page
         Page of the documentation; by default it has the paradigm's name.
     waiting, update, source
-        Cells of the documentation's table of paradigms.
+        Cells of the documentation's table of paradigms. `waiting` begins with "none" if no worker waits; messages use
+        it where no bound on the lead says who waits.
     colour
         Colour in figures.
     place
@@ -241,9 +242,18 @@ class ParadigmOptions:
         return f'paradigm.{self.form_key} = "{self.form}"'
 
     @property
+    def _exchange(self) -> PeerMethod | None:
+        """What workers without servers do, for its traits; None: there are servers."""
+        return self.method(max(2, self.least_workers), 0)
+
+    @property
     def lead_bound(self) -> float:
-        """Largest lead over the slowest worker at which a worker starts, in iterations or pushes; inf: no bound."""
-        return math.inf
+        """Largest lead over the slowest worker at which a worker starts, in iterations or pushes; inf: no bound.
+
+        Without servers it follows from `method`, whose workers exchange together or not.
+        """
+        exchange = self._exchange
+        return 0 if exchange is not None and exchange.synchronous else math.inf
 
     @property
     def lead_aim(self) -> float:
@@ -296,8 +306,9 @@ class ParadigmOptions:
 
     @property
     def exchange_every(self) -> int:
-        """Iterations from one push, or exchange, to the next, unless the policy sets another number."""
-        return 1
+        """Iterations from one push, or exchange of `method`, to the next, unless the policy sets another number."""
+        exchange = self._exchange
+        return 1 if exchange is None else exchange.period
 
     def moving_rate(self, n_workers: int) -> float:
         """Return the factor of the servers' updates that takes the place of the learning rate; 1 where none does."""
@@ -391,7 +402,9 @@ class ParadigmOptions:
     def bound(self) -> str:
         """Description of the synchronisation, for messages."""
         if self.lead_bound == math.inf:
-            return "no worker waits for another"
+            if self.waiting.startswith("none"):
+                return "no worker waits for another"
+            return self.waiting.replace("`", "") or "workers wait as its policy decides"
         if self.lead_bound > 0:
             return f"a worker more than {self.lead_bound:g} iterations ahead of the slowest waits for it"
         n = self.exchange_every
@@ -422,6 +435,8 @@ class ParadigmOptions:
         compressed
             Whether pushes are compressed.
         """
+        if not self.has_servers:
+            return every(self.exchange_every), f"{size} of weights from each worker to others"
         if self.contribution == "change":
             return "a push moves", f"{size} of weights to the worker, and {sent} of weight change from it"
         return "an iteration moves", f"{size} of weights to the worker, and {sent} of gradient from it"

@@ -73,7 +73,6 @@ class StanzaOptions(ParadigmOptions):
     needs_all = True
     separates_layers = True
     least_workers = 2
-    lead_bound = 0
     papers = (WU,)
     place = 150
     colour = "#661100"

@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from hpcsync.audit.trace_audit import audit, main
+from hpcsync.paradigms.gossip import GossipOptions
 from hpcsync.paradigms.records import ALL_PEERS, NO_PEER
 from hpcsync.trace import reader
 from hpcsync.trace.schema import Change
@@ -66,6 +67,12 @@ def traces():
 
 
 # ---- correct traces --------------------------------------------------------------------------------------------------
+
+
+def test_the_audit_asks_for_traits_and_never_for_a_mode(traces, monkeypatch):
+    monkeypatch.setattr(GossipOptions, "form_key", "name")
+    assert [paradigm for paradigm, trace in traces.items() if failing(trace)] == []
+
 
 HOWS = [
     {},

@@ -1,0 +1,76 @@
+"""Declarations: what follows by default says nothing untrue, and traits that state one fact twice agree."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+
+from hpcsync.audit.bounds import GUARANTEES
+from hpcsync.paradigms import OPTIONS
+from hpcsync.paradigms.asp import ASP
+from hpcsync.paradigms.options import ParadigmOptions
+from hpcsync.paradigms.peer_method import PeerMethod
+from tests.unit.jobs import REQUIRED
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served(ParadigmOptions):
+    """Paradigm with servers that declares nothing else."""
+
+    name: str = "served"
+    policy = ASP
+
+
+class Exchange(PeerMethod):
+    """Exchange that is all of a paradigm without servers."""
+
+    transport = "average"
+    period = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peers(ParadigmOptions):
+    """Paradigm without servers that declares its method."""
+
+    name: str = "peers"
+    exchange: ClassVar[type[PeerMethod]] = Exchange
+
+    def method(self, n_workers: int, seed: int) -> PeerMethod:
+        """Return the exchange."""
+        return self.exchange()
+
+
+@pytest.mark.parametrize(
+    ("waiting", "bound"),
+    [
+        ("", "workers wait as its policy decides"),
+        ("none, but in `window`", "no worker waits for another"),
+        ("a worker waits for `k` others", "a worker waits for k others"),
+    ],
+)
+def test_without_a_bound_on_the_lead_messages_repeat_who_waits(waiting: str, bound: str) -> None:
+    options = type("Waiting", (Served,), {"waiting": waiting})()
+    assert (options.bound, options.describe(3)) == (bound, bound)
+
+
+def test_what_workers_without_servers_do_follows_from_their_method() -> None:
+    options = Peers()
+    assert (options.lead_bound, options.exchange_every) == (0, 3)
+    assert options.bound == "all workers wait for each other every 3 iterations"
+    moved = ("every 3 iterations move", "9 bytes of weights from each worker to others")
+    assert options.moves("9 bytes", "as many bytes", compressed=False) == moved
+    alone = type("Alone", (Peers,), {"waiting": "none", "exchange": type("Own", (Exchange,), {"synchronous": False})})()
+    assert (alone.lead_bound, alone.bound) == (float("inf"), "no worker waits for another")
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_declarations_agree(name: str) -> None:
+    options = OPTIONS[name](**REQUIRED.get(name, {}))
+    method = options.method(2, 0)
+    assert (method is None) == options.has_servers, "a paradigm has a policy or a method"
+    assert method is None or method.one_model == options.one_model, "`one_model` must be that of the method"
+    if method is not None and not method.one_model:
+        assert options.contribution == "position", 'workers exchange weights: contribution must be "position"'
+        assert not options.allocates, "workers step along their own gradients: allocates must be False"
+    assert set(options.guarantees) <= set(GUARANTEES), "the audit knows no such guarantee"
+    assert options.waiting and options.update, "the table of paradigms says who waits and what an update is"
