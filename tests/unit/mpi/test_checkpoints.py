@@ -166,19 +166,19 @@ def test_a_commit_that_the_gate_keeps_back_is_saved(comm, only, folder, monkeypa
     gate = {"name": "ashl", "staleness": 0, "commit": "after-gate"}
     short = {"warmup": 0, "profiled": 2, "steps_coarse": 1, "loss_preset": 1e9}
     workers, last = comm.size - 1, comm.size - 2
-    cluster = {
-        "servers": 1,
-        "workers": workers,
-        # A pause of a busy core is short beside these.
-        "compute": {"model": "constant", "seconds": [0.02] * last + [0.007]},
-        "events": [{"worker": 0, "at_iteration": 5, "change": "slow", "factor": 4.0}],  # for whom all others then wait
-        "workers_min": last,
-    }
-    tables = {"cluster": cluster, "checkpoint": {"updates": 999, "keep": 9}, "stop": {"updates": 60}}
-    given = job("ashl", workers, optimizer={"name": "sgd", "lr": 0.05}, **tables)
-    this = Job.from_table({**given.model_dump(exclude_none=True), "paradigm": gate | short})
     save_once(monkeypatch, lambda coordinator: coordinator.is_pending(last))
-    for run in (folder / "a", folder / "b", folder / "c"):  # on busy cores the commit seldom comes last
+    for scale in (1, 2, 4, 8, 16):  # the pauses of busy cores are short beside the longest
+        run, seconds = folder / str(scale), [0.02 * scale] * last + [0.007 * scale]
+        cluster = {
+            "servers": 1,
+            "workers": workers,
+            "compute": {"model": "constant", "seconds": seconds},
+            "events": [{"worker": 0, "at_iteration": 5, "change": "slow", "factor": 4.0}],  # for whom all then wait
+            "workers_min": last,
+        }
+        tables = {"cluster": cluster, "checkpoint": {"updates": 999, "keep": 9}, "stop": {"updates": 60}}
+        given = job("ashl", workers, optimizer={"name": "sgd", "lr": 0.05}, **tables)
+        this = Job.from_table({**given.model_dump(exclude_none=True), "paradigm": gate | short})
         on_some(comm, this, run)
         if comm.bcast(checkpoint.newest(run)) is not None:
             break
