@@ -32,6 +32,7 @@ PARADIGMS = {
 BREAKING = """
 import os
 import signal
+import time
 import torch
 from hpcsync.system.rank_environment import expected_rank
 from hpcsync.workloads.registry import Workload
@@ -62,11 +63,13 @@ def checked(folder: Path) -> Trace:
 
 @pytest.mark.parametrize("paradigm", ["bsp", pytest.param("allreduce", marks=pytest.mark.once)])
 def test_a_run_of_which_a_rank_is_killed_starts_again(tmp_path: Path, paradigm: str) -> None:
-    write(tmp_path, paradigm, workers=1 if paradigm == "bsp" else 2)
+    held = 'while os.path.exists("out/checkpoints/1") and not os.path.exists("go"): time.sleep(0.01)'
+    write(tmp_path, paradigm, workers=1 if paradigm == "bsp" else 2, end=held)
     with started(hpcsync("run", "job.toml", "--out", "out"), tmp_path) as run:
         run.wait_for(lambda _: (tmp_path / "out" / "checkpoints" / "1").exists())
         with started(hpcsync("watch", "out", "--json"), tmp_path) as watch:
             watch.wait_for(lambda watch: watch.out)
+            (tmp_path / "go").touch()
             run.rank(1).send_signal(signal.SIGKILL)
             assert run.status == 0, run.err
             assert watch.status == 0, watch.err
