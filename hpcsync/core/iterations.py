@@ -117,7 +117,7 @@ class Iterations(Stateful):
         """Return the batches of the next training epochs, until the run is over or the worker leaves.
 
         Loaders have their training epochs in the order in which they are first read; one that is not read has none.
-        One without an end counts as one: on every worker the next begins with the same order, and with another one.
+        One without an end counts as one epoch, so that the next begins with another order, the same on every worker.
         Without data the batches are ().
 
         Raises
