@@ -40,6 +40,7 @@ from hpcsync.core.peer_coordinator import PeerCoordinator, ring_bytes
 from hpcsync.paradigms.records import ALL_PEERS, StepInfo
 from hpcsync.run_dir import layout, lock
 from hpcsync.system import rank_environment
+from hpcsync.system.atomic_files import NotWritten
 from hpcsync.trace.provenance import provenance
 from hpcsync.trace.writer import TraceWriter
 
@@ -144,8 +145,7 @@ class Recorder:
         _job(self._name, self._optimizer, math.nan, 1)  # at the end an error would cost the trained model
         if self._out is not None:
             layout.refuse_taken(Path(self._out))
-        rank = int(os.environ.get("RANK", rank_environment.expected_rank()))
-        if (dist.get_rank() if dist.is_initialized() else rank) == 0:
+        if _is_rank_0():
             layout.refuse_unwritable(self._out)
         self._handles.append(register_module_forward_pre_hook(self._find))
         self._handles.append(register_optimizer_step_pre_hook(self._note_rate))
@@ -161,7 +161,10 @@ class Recorder:
             print("hpcsync: record: nothing is written, since the loop ended with an error", file=sys.stderr)
             return
         if self._module is None:
-            print("hpcsync: record: nothing is written: no DistributedDataParallel module was called", file=sys.stderr)
+            if _is_rank_0():
+                print(
+                    "hpcsync: record: nothing is written: no DistributedDataParallel module was called", file=sys.stderr
+                )
             return
         given: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         on = torch.cuda.device_of(next(self._module.parameters()))  # NCCL sends objects from the current GPU
@@ -169,7 +172,10 @@ class Recorder:
             dist.gather_object(self._measure(self._module, group), given, group=group)
         if given is not None:
             job = _job(self._name, self._optimizer, self.steps[0].lr if self.steps else math.nan, len(given))
-            write(job, given, self._out)
+            try:
+                write(job, given, self._out)
+            except (JobError, NotWritten) as error:  # must not cost the trained model
+                print(f"hpcsync: record: failed: {error}", file=sys.stderr)
 
     def _measure(self, module: DistributedDataParallel, group: dist.ProcessGroup) -> Measured:
         """Measure the link, together with all other processes, and return this with the steps."""
@@ -248,6 +254,11 @@ class Recorder:
         return future
 
 
+def _is_rank_0() -> bool:
+    rank = int(os.environ.get("RANK", rank_environment.expected_rank()))
+    return (dist.get_rank() if dist.is_initialized() else rank) == 0
+
+
 @contextmanager
 def _group_of_all() -> Iterator[dist.ProcessGroup]:
     """Yield a new group of all processes, and destroy it.
@@ -319,6 +330,7 @@ def _own_times(steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return began_s - began_s.min(), ended_s - began_s.min()
 
 
+@lock.released_on_error()
 def write(job: Job, measured: Sequence[Measured], out: str | Path | None) -> Path:
     """Write the trace of a recorded run; return its folder.
 
@@ -335,10 +347,12 @@ def write(job: Job, measured: Sequence[Measured], out: str | Path | None) -> Pat
     ------
     JobError
         If there is no step, or the folder cannot be written.
+    NotWritten
+        If a file of the run cannot be written.
     """
     n_workers, n_steps = len(measured), min(len(each.steps) for each in measured)
     if not n_steps:
-        raise JobError("record: no step was made")
+        raise JobError("no step was made")
     if n_left_out := max(len(each.steps) for each in measured) - n_steps:
         print(f"hpcsync: record: {n_left_out} steps that not all workers made are left out", file=sys.stderr)
     of_all = np.array([each.steps[:n_steps] for each in measured])

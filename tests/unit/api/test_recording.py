@@ -19,6 +19,7 @@ from hpcsync.report.waiting import waits
 from hpcsync.simulator.measured_cluster import network
 from hpcsync.simulator.measured_time import updates_s
 from hpcsync.simulator.what_if import study
+from hpcsync.system.atomic_files import NotWritten
 from hpcsync.trace.reader import load
 from tests.unit.simulator.running import simulate, timing_job
 
@@ -196,7 +197,12 @@ def test_a_folder_with_a_run_is_refused(tmp_path):
         written(tmp_path, FAST, SLOW)
 
 
-def test_a_loop_without_the_module_is_said(tmp_path, capsys):
+def test_a_loop_without_the_module_is_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    with Recorder(tmp_path / "run", "loop"):
+        pass
+    assert capsys.readouterr().err == ""  # rank 0 says it
+    monkeypatch.setenv("RANK", "0")
     with Recorder(tmp_path / "run", "loop") as recorder:
         assert list(recorder.loading([1, 2])) == [1, 2]
     assert "no DistributedDataParallel module was called" in capsys.readouterr().err
@@ -288,6 +294,17 @@ def test_a_hook_of_a_process_group_made_in_the_block_gives_way(module, tmp_path,
         monkeypatch.setattr(sys, "excepthook", torch_s := lambda *raised: None)
         train(module, 1)
         assert sys.excepthook is not torch_s
+
+
+def test_a_full_disk_does_not_end_the_script(module, tmp_path, monkeypatch, capsys):
+    def full(path, attributes):
+        raise NotWritten(28, "No space left on device", "trace.h5")
+
+    monkeypatch.setattr(recording, "TraceWriter", full)
+    with record(tmp_path / "run"):
+        train(module, 2)
+    assert capsys.readouterr().err == "hpcsync: record: failed: trace.h5: No space left on device\n"
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["job.toml"]  # it is not locked
 
 
 @pytest.mark.parametrize("out", ["file", "file/run", None])
