@@ -140,7 +140,8 @@ class Gate(Stateful):
     progress
         Iterations of each worker. The gate reads the counts and never changes them.
     staleness
-        Largest lead that passes, in iterations: an integer >= 0 (0 is lock-step), or math.inf (always open).
+        Largest lead that passes, in iterations: an integer >= 0 (0 is lock-step), or math.inf (always open). It is no
+        part of the state: a gate whose bound moves is a subclass that declares it.
 
     Raises
     ------

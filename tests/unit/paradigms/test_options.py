@@ -72,5 +72,6 @@ def test_declarations_agree(name: str) -> None:
     if method is not None and not method.one_model:
         assert options.contribution == "position", 'workers exchange weights: contribution must be "position"'
         assert not options.allocates, "workers step along their own gradients: allocates must be False"
+    assert method is None or method.transport != "swap" or options.needs_all, "each worker waits for its sender"
     assert set(options.guarantees) <= set(GUARANTEES), "the audit knows no such guarantee"
     assert options.waiting and options.update, "the table of paradigms says who waits and what an update is"
