@@ -33,7 +33,7 @@ WHOLE = ("gap_iters", "r_star_iters", "credits_iters", "slowest_worker")
 
 def draw(traces: list[Trace], workers: int = 8) -> list[Drawing]:
     """Draw a figure for each of these traces."""
-    traces, notes = plotting.with_part(traces, has_decisions, "decision of a controller")
+    traces, notes = plotting.with_part(traces, has_decisions, "decision of DSSP's controller")
     tails = [re.sub(r"\W+", "-", f"-{name.lower()}").rstrip("-") for name in plotting.labels(traces)]
     if len(set(tails)) < len(tails):
         tails = [f"{tail}-{n}" for n, tail in enumerate(tails, 1)]

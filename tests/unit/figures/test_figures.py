@@ -380,7 +380,7 @@ def test_controller_shows_no_decision_of_another_controller(tmp_path):
     both = with_rows(trace, "decisions", np.concatenate([own, others]))
     frame = draw("controller", tmp_path, write(tmp_path, both))
     assert (len(frame), frame["credits_iters"].max()) == (len(own), own["chosen"].max())
-    assert "no decision of a controller" in refused(
+    assert "no decision of DSSP's controller" in refused(
         "controller", write(tmp_path, with_rows(trace, "decisions", others), "o")
     )
 
@@ -538,7 +538,7 @@ def test_accuracy_of_workers_with_weights_of_their_own(tmp_path):
 @pytest.mark.parametrize("script", ["staleness", "leads", "controller"])
 def test_figures_of_servers_refuse_runs_without_servers(script, tmp_path, gossip):
     run = write(tmp_path, gossip)
-    what = "no decision of a controller" if script == "controller" else "no servers and no pushes"
+    what = "no decision of DSSP's controller" if script == "controller" else "no servers and no pushes"
     says = f"{run}/trace.h5: nothing to draw: {what} in this run, gossip, push-sum, every 2\n"
     assert refused(script, run) == says
 
@@ -548,7 +548,7 @@ def test_runs_without_what_a_figure_shows_are_left_out_with_a_note(script, gossi
     served = record("dssp", (1.0, 1.1, 3.7), updates=40, jitter=0.3)
     mixed = [gossip, served]
     drawn, left_out = "DSSP, s = 1 to 5", "gossip, push-sum, every 2"
-    part = {"controller": "decision of a controller"}.get(script, "servers and no pushes")
+    part = {"controller": "decision of DSSP's controller"}.get(script, "servers and no pushes")
     if script == "consensus":
         drawn, left_out, part = left_out, drawn, "consensus distance"
     (drawing,) = figures.draw(script, mixed)
@@ -680,7 +680,7 @@ def test_a_window_after_the_last_computation_shows_the_last_transfers(tmp_path):
 
 def test_controller_is_a_figure_of_dssp(tmp_path):
     run = write(tmp_path, record("ssp"))
-    assert refused("controller", run).endswith("no decision of a controller in this run, SSP, s = 2\n")
+    assert refused("controller", run).endswith("no decision of DSSP's controller in this run, SSP, s = 2\n")
 
 
 def test_without_out_files_are_in_the_folder_figures(tmp_path, monkeypatch):
