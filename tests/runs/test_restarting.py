@@ -82,7 +82,8 @@ def test_a_run_of_which_a_rank_is_killed_starts_again(tmp_path: Path, paradigm: 
 
 @pytest.mark.once
 def test_a_run_that_dies_again_and_again_ends(tmp_path: Path) -> None:
-    write(tmp_path, "bsp", workers=1, end="os.kill(os.getpid(), signal.SIGKILL)")
+    seen = 'while not os.path.exists("out/status.json"): time.sleep(0.01)'
+    write(tmp_path, "bsp", workers=1, end=f"{seen}\n        os.kill(os.getpid(), signal.SIGKILL)")
     run = ended(hpcsync("run", "job.toml", "--out", "out"), tmp_path)
     assert run.status == 1
     assert run.err.count("hpcsync: restarting 2 of 2 ranks\n") == 2

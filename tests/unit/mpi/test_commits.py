@@ -141,6 +141,7 @@ def test_a_search_evaluates_the_initial_model_also_where_server_0_begins_late(co
         assert not failures(folder / "trace.h5")
 
 
+@pytest.mark.flaky(reruns=3)  # a pause of the process makes a fast worker slow
 def test_stages_are_in_order_and_fast_workers_make_more_steps(comm, needs, folder):
     needs(3)
     compression = {"name": "top-k"}
