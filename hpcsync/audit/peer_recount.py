@@ -67,7 +67,7 @@ class PeerRecount:
 
     @cached_property
     def method(self) -> Any:
-        """What a worker does at the end of an iteration (`PeerMethod`); only its traits and its draws are used here."""
+        """What a worker does at the end of an iteration (`PeerMethod`), for its traits."""
         return self.job.paradigm.method(self.n_workers, self.job.seed)
 
     @property
@@ -193,8 +193,13 @@ class PeerRecount:
         Round 0 is the identity.
         """
         n_rounds = int(self.count.max(initial=0)) // self.period
-        drawn = (self.method.select(round) for round in range(1, n_rounds + 1))
-        return np.array([range(self.n_workers), *drawn])
+        rounds = [np.arange(self.n_workers)]
+        for round in range(1, n_rounds + 1):
+            if self.method.permutes:
+                rounds.append(np.array(self._peers.permutation(round)))
+            else:
+                rounds.append(np.array([self._peers.drawn(worker, round) for worker in range(self.n_workers)]))
+        return np.array(rounds)
 
     @cached_property
     def sent_together(self) -> Rows:

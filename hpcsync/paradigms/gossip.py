@@ -271,11 +271,14 @@ class _Together(Gossip):
     ----------
     reads
         True if a worker receives the model of its peer; otherwise it sends its own there.
+    permutes
+        True if peers are those of a permutation; otherwise every worker draws its own.
     """
 
     transport = "swap"
     synchronous = True
     reads = False
+    permutes = False
     _round = 0
     _peers: Sequence[int] = ()
     _sources: Sequence[Sequence[int]] = ()
@@ -284,7 +287,7 @@ class _Together(Gossip):
     def exchange(self, worker: PeerState, round: int) -> Actions:
         """Exchange with the workers that all know to be drawn."""
         if round != self._round:  # once for all workers of a simulation, which are in the same round
-            self._round, self._peers = round, self.select(round)
+            self._round, self._peers = round, self._select(round)
             others = _others(self._peers)
             self._sources = others if self.reads else _inverted(others)
             self._targets = _inverted(self._sources)
@@ -296,8 +299,10 @@ class _Together(Gossip):
         count = 0 if received is None else received.count
         return ExchangeResult(peer, 0 if peer == me else update.n_bytes, count)
 
-    def select(self, round: int) -> Sequence[int]:
-        """Return the peer of each worker in this common round."""
+    def _select(self, round: int) -> Sequence[int]:
+        """Return the peer of each worker."""
+        if self.permutes:
+            return self.peers.permutation(round)
         return [self.peers.drawn(worker, round) for worker in range(self.peers.n_workers)]
 
     def _combine(self, update: LocalUpdate, received: Any, *, drew_itself: bool) -> None:
@@ -326,9 +331,7 @@ class PushSumTogether(PushTogether):
 class Permutation(_Together):
     """Send the weights to one worker and average with those of the only one that sends to this one."""
 
-    def select(self, round: int) -> Sequence[int]:
-        """Return the worker to which each worker sends."""
-        return self.peers.permutation(round)
+    permutes = True
 
 
 MODES: dict[str, type[Gossip]] = {"pull": Pull, "push": Push, "push-sum": PushSum}

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from hpcsync.audit.trace_audit import audit, main
-from hpcsync.paradigms.gossip import GossipOptions
+from hpcsync.paradigms.gossip import GossipOptions, PushTogether
 from hpcsync.paradigms.records import ALL_PEERS, NO_PEER
 from hpcsync.trace import reader
 from hpcsync.trace.schema import Change
@@ -72,6 +72,11 @@ def traces():
 def test_the_audit_asks_for_traits_and_never_for_a_mode(traces, monkeypatch):
     monkeypatch.setattr(GossipOptions, "form_key", "name")
     assert [paradigm for paradigm, trace in traces.items() if failing(trace)] == []
+
+
+def test_peers_that_a_method_draws_otherwise_than_declared_are_found(monkeypatch):
+    monkeypatch.setattr(PushTogether, "_select", lambda self, round: [1, 2, 0])
+    assert PEERS in failing(record("push-together"))
 
 
 HOWS = [
