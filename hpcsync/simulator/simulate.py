@@ -137,7 +137,7 @@ def _simulate(
         if status == "failed" and not isinstance(error, NotWritten | JobError):
             traceback.print_exc()
         so_far = "" if trace is None else f"; the trace so far is {path}"
-        print(f"hpcsync: {status}: {error}{so_far}{below(error)}", file=sys.stderr)
+        print(f"hpcsync: {status}: {str(error) or type(error).__name__}{so_far}{below(error)}", file=sys.stderr)
         return 1
     return 0
 

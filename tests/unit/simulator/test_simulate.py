@@ -131,16 +131,20 @@ def breaking(monkeypatch, loss):
     monkeypatch.setattr("hpcsync.core.job_validation.build", broken)
 
 
-def test_an_exception_of_the_workload_is_a_failure(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("error", "whole", "reason"),
+    [(KeyError("lost"), "KeyError: 'lost'", "'lost'"), (AssertionError(), "AssertionError", "AssertionError")],
+)
+def test_an_exception_of_the_workload_is_a_failure(tmp_path, monkeypatch, capsys, error, whole, reason):
     def loss(model, x, y):
-        raise KeyError("lost")
+        raise error
 
     breaking(monkeypatch, loss)
     status, _ = run(job(), tmp_path / "out")
     assert status == 1
     said = capsys.readouterr().err
-    assert "KeyError: 'lost'" in said
-    assert f"hpcsync: failed: 'lost'; the trace so far is {tmp_path / 'out' / 'trace.h5'}" in said
+    assert whole in said
+    assert f"hpcsync: failed: {reason}; the trace so far is {tmp_path / 'out' / 'trace.h5'}" in said
     assert load(tmp_path / "out" / "trace.h5").status == "failed"
 
 
