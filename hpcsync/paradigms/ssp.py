@@ -153,6 +153,11 @@ class SspOptions(ParadigmOptions):
         return self.staleness
 
     @property
+    def bound(self) -> str:
+        """Description of the synchronisation, for messages."""
+        return "no worker waits for another" if self.staleness == math.inf else super().bound
+
+    @property
     def label(self) -> str:
         """Name with the main options, for figures."""
         return f"SSP, s = {self.staleness:g}" + ", merged" * self.merge
