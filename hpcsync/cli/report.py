@@ -45,7 +45,9 @@ def check(file: Path) -> None:
 
 
 def check_text(file: Path) -> None:
-    """Raise JobError if `write_text` cannot write this file."""
+    """Raise JobError if `write_text` cannot write this file, or its name is that of a job file or a trace."""
+    if file.suffix in (".toml", ".h5"):
+        raise JobError(f"{file}: must not end in .toml or .h5, as a job file or a trace does")
     try:
         try_to_write(file)
     except NotWritten as error:

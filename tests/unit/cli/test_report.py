@@ -91,6 +91,8 @@ def test_refusals(run: Path, tmp_path: Path) -> None:
     trace = run / "trace.h5"
     before = trace.read_bytes()
     is_refused(hpcsync("report", run, "-o", trace), f"{trace}: must end in .html or .htm")
+    for option in ("--csv", "--latex"):
+        is_refused(hpcsync("compare", run, option, trace), f"{trace}: must not end in .toml or .h5")
     assert trace.read_bytes() == before
     is_refused(hpcsync("report", "absent"), "absent: no such file")
     is_refused(hpcsync("report", run, "-o", trace / "a.html"), f"{trace / 'a.html'}: Not a directory")
