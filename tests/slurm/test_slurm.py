@@ -81,8 +81,8 @@ class Place:
         """Whether it has got so far that there is a checkpoint."""
         return any(path.name.isdigit() for path in (self.run(job) / "checkpoints").glob("*"))
 
-    def until(self, holds: Callable[[], bool], job: str) -> None:
-        deadline_s = time.monotonic() + LIMIT_S
+    def until(self, holds: Callable[[], bool], job: str, limit_s: float = LIMIT_S) -> None:
+        deadline_s = time.monotonic() + limit_s
         while not holds():
             assert time.monotonic() < deadline_s, f"{self.slurm.show(job)}\n{self.said(job)}"
             time.sleep(0.2)
