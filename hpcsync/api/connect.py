@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from hpcsync.api.single_process import LocalSession
-from hpcsync.config.errors import JobError, below, refuse_empty
+from hpcsync.api.user_errors import print_user_errors_in_one_line
+from hpcsync.config.errors import JobError, refuse_empty
 from hpcsync.config.job import Job, default_servers, refuse_unevaluated, refuse_unused
 from hpcsync.core.job_validation import check_model
 from hpcsync.core.roles import Roles
@@ -30,7 +30,7 @@ from hpcsync.run_dir.progress_line import say
 from hpcsync.state import StateError
 from hpcsync.system import garbage, gpu_selection, launcher, loader_processes, rank_environment
 from hpcsync.system.atomic_files import NotWritten
-from hpcsync.system.launch_output import let_rank_0_report, print_at_once, wait_until_read
+from hpcsync.system.launch_output import print_at_once
 from hpcsync.system.process_cleanup import unlink_attached
 from hpcsync.training.buffers import Calibrate
 from hpcsync.training.flat_model import device_of
@@ -449,44 +449,6 @@ def world() -> MPI.Intracomm | None:
         MPI.COMM_WORLD.Barrier()  # all ranks have attached it
         unlink_attached()
     return MPI.COMM_WORLD
-
-
-def print_user_errors_in_one_line() -> None:
-    """Install an `excepthook` that prints an uncaught JobError or LaunchError as the commands do."""
-    if not isinstance(sys.excepthook, _UserErrorHook):
-        sys.excepthook = _UserErrorHook(sys.excepthook)
-
-
-class _UserErrorHook:
-    """Replacement of `sys.excepthook`, which still handles all other exceptions."""
-
-    def __init__(self, before: Callable[..., Any]) -> None:
-        self._before = before
-
-    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if isinstance(error, JobError | launcher.LaunchError):
-            end_refused(error)
-        self._before(kind, error, trace)
-
-
-def end_refused(error: Exception) -> NoReturn:
-    """Print the error and end all ranks with status 2.
-
-    Most errors occur on all ranks: rank 0 prints them at once and ends the others, which wait for it. An error that
-    rank 0 does not report within `launch_output.SAME_ERROR_S` is that of another rank.
-    """
-    mpi, rank = sys.modules.get("mpi4py.MPI"), rank_environment.expected_rank()
-    comm = mpi.COMM_WORLD if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() else None
-    if comm is None or comm.size == 1:
-        if rank == 0:
-            print_at_once(f"hpcsync: {error}{below(error)}")
-        sys.exit(2)
-    let_rank_0_report(rank, comm.size)
-    print_at_once(f"hpcsync: {error}{below(error)}")
-    sys.stdout.flush()
-    wait_until_read()
-    comm.Abort(2)
-    os._exit(2)  # MPICH's abort may return before the launcher ends this rank
 
 
 def agree(comm: MPI.Intracomm, on_rank_0: Callable[[], T]) -> T:

@@ -33,7 +33,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from hpcsync.api.connect import print_user_errors_in_one_line
+from hpcsync.api.user_errors import print_user_errors_in_one_line
 from hpcsync.config.errors import JobError, refuse_empty
 from hpcsync.config.job import Job
 from hpcsync.core.peer_coordinator import PeerCoordinator, ring_bytes

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hpcsync.api.connect import aborting, agree, end_refused, join, world
+from hpcsync.api.connect import aborting, agree, join, world
+from hpcsync.api.user_errors import end_refused
 from hpcsync.config import job as jobs
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job, Script

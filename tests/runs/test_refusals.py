@@ -116,7 +116,7 @@ def test_many_worlds_of_one_are_refused(tmp_path: Path, name: str) -> None:
 LATE = """
 import sys, time
 from mpi4py import MPI
-from hpcsync.api import connect
+from hpcsync.api import user_errors
 from hpcsync.cli import rank_main
 from hpcsync.system import launch_output
 
@@ -126,7 +126,7 @@ def late(text):
     time.sleep(0 if MPI.COMM_WORLD.rank else 2)
     print_at_once(f"rank {MPI.COMM_WORLD.rank}: {text}")
 
-print_at_once, connect.print_at_once = connect.print_at_once, late
+print_at_once, user_errors.print_at_once = user_errors.print_at_once, late
 sys.exit(rank_main.main(sys.argv[1], ["optimizer.momentun=1"], None, None))
 """
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 import hpcsync
-from hpcsync.api import connect
+from hpcsync.api import user_errors
 from hpcsync.audit.trace_audit import audit
 from hpcsync.config.errors import JobError
 from hpcsync.mpi.collectives import model_parts
@@ -223,7 +223,7 @@ def test_a_loop_may_draw_its_next_batch_before_each_step(comm, folder, paradigm,
 def test_afterwards_model_and_optimizer_are_the_scripts_again(comm, folder):
     model, data = problem()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    connect.print_user_errors_in_one_line()  # until the process ends
+    user_errors.print_user_errors_in_one_line()  # until the process ends
     hook = sys.excepthook
     with hpcsync.connect(model, optimizer, "asp", out=folder / "run", comm=comm) as sync:
         pass
