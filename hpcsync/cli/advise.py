@@ -151,9 +151,6 @@ class _Adviser:
 
     def advise(self) -> int:
         """Carry out the trials, print the advice and write it."""
-        from hpcsync.report import variants
-        from hpcsync.report.advice import Trial
-        from hpcsync.report.wording import rounded
         from hpcsync.run_dir import layout
 
         self._begin_s = time.monotonic()
@@ -161,15 +158,22 @@ class _Adviser:
             self._trials.until_s = self._begin_s + self._asked.budget_s / max(1, len(self._asked.workers))
         limit_s, iteration_s, self._link_share = self._limit_s()
         field = self._field(limit_s, iteration_s)
-        first = self._job.seed
         layout.refuse_taken(self._out)
-        layout.create_folder(self._out)
+        with layout.claimed(self._out):
+            return self._carry_out(field, limit_s)
+
+    def _carry_out(self, field: Sequence[Trained], limit_s: float) -> int:
+        """Try these candidates, in runs of `limit_s` virtual seconds at most."""
+        from hpcsync.report import variants
+        from hpcsync.report.advice import Trial
+        from hpcsync.report.wording import rounded
+
         check_text(self._out / "advice.json")
         if self._asked.workers:
             print(f"{self._job.cluster.workers} workers", file=sys.stdout if not self._asked.as_json else sys.stderr)
         print(f"{len(field)} candidates, up to {rounded(limit_s)} virtual s each, in {self._out}", file=sys.stderr)
         reference = next((name for name in REFERENCES if any(each.label == name for each in field)), None)
-        order = [each.label for each in field]
+        order, first = [each.label for each in field], self._job.seed
         every = [each._replace(factor=factor) for each in field for factor in RATES]
         last, spent = None, ""
         try:

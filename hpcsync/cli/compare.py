@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -121,7 +122,7 @@ def _grid(path: Path, asked: Asked) -> tuple[int, Found]:
     if tuned:
         varied = _tune(path, asked, varied, tuned, out.with_name(f"{out.name}-tuning"))
     runs = grid.plan(path, asked.overrides, varied, range(asked.seeds), out)
-    return _carry_out(path, asked, runs, f"{plural(len(varied), 'variant')} in {out}")
+    return _carry_out(path, asked, runs, out, plural(len(varied), "variant"))
 
 
 def _refuse_twice(asked: Asked) -> None:
@@ -144,8 +145,8 @@ def _tune(
     candidates = [(*variant, *setting) for variant in varied for setting in tuned]
     seeds = range(TUNING_SEEDS, TUNING_SEEDS + asked.tune_seeds)
     runs = grid.plan(path, asked.overrides, candidates, seeds, out)
-    about = f"{plural(len(tuned), 'setting')} for each of {plural(len(varied), 'variant')} in {out}"
-    found = _carry_out(path, asked, runs, about)[1]
+    about = f"{plural(len(tuned), 'setting')} for each of {plural(len(varied), 'variant')}"
+    found = _carry_out(path, asked, runs, out, about)[1]
     chosen = []
     for variant in varied:
         settings = {setting: found.get(grid.variant((*variant, *setting)), {}) for setting in tuned}
@@ -159,16 +160,19 @@ def _tune(
     return chosen
 
 
-def _carry_out(path: Path, asked: Asked, runs: Sequence[grid.Run], about: str) -> tuple[int, Found]:
+def _carry_out(path: Path, asked: Asked, runs: Sequence[grid.Run], out: Path, about: str) -> tuple[int, Found]:
     """Run what has not finished; return the exit status, and the summaries of all that have."""
+    from hpcsync.run_dir import layout
+
     grid.check(path, runs, simulated=asked.simulate)
-    n_before = sum(map(grid.finished, runs))
-    print(f"{plural(len(runs), 'run')} of {about}; {n_before} finished already", file=sys.stderr)
-    n_failed, n_left = 0, len(runs) - n_before
-    for i, (run, status) in enumerate(grid.carry_out(path, runs, simulated=asked.simulate, at_once=asked.jobs), 1):
-        n_failed += status != 0
-        ended = "finished" if status == 0 else f"failed with status {status}, see {run.folder}.log"
-        print(f"{i} of {n_left}: {run.variant}, seed {run.seed}: {ended}", file=sys.stderr)
+    left = [run for run in runs if not grid.finished(run)]
+    n_failed, n_before = 0, len(runs) - len(left)
+    with layout.claimed(out) if left else nullcontext():
+        print(f"{plural(len(runs), 'run')} of {about} in {out}; {n_before} finished already", file=sys.stderr)
+        for i, (run, status) in enumerate(grid.carry_out(path, left, simulated=asked.simulate, at_once=asked.jobs), 1):
+            n_failed += status != 0
+            ended = "finished" if status == 0 else f"failed with status {status}, see {run.folder}.log"
+            print(f"{i} of {len(left)}: {run.variant}, seed {run.seed}: {ended}", file=sys.stderr)
     found: Found = {}
     for run in filter(grid.finished, runs):
         found.setdefault(run.variant, {})[run.seed] = finished_runs.read(run.folder)

@@ -269,16 +269,15 @@ def finished(run: Run) -> bool:
     return (run.folder / "summary.json").exists()
 
 
-def carry_out(path: Path, runs: Sequence[Run], *, simulated: bool, at_once: int) -> Iterator[tuple[Run, int]]:
-    """Run what has not finished, each in a process of its own; yield each run that has ended with its exit status.
+def carry_out(path: Path, runs: Iterable[Run], *, simulated: bool, at_once: int) -> Iterator[tuple[Run, int]]:
+    """Run each of these in a process of its own; yield each run that has ended with its exit status.
 
     What a run prints is in the file beside its folder that ends in ``.log``. If this ends early, the processes are
     ended too.
     """
-    left = [run for run in runs if not finished(run)]
     processes: list[subprocess.Popen[bytes]] = []
     with ThreadPoolExecutor(at_once if simulated else 1) as pool:
-        ended = {pool.submit(_execute, path, run, processes, simulated=simulated): run for run in left}
+        ended = {pool.submit(_execute, path, run, processes, simulated=simulated): run for run in runs}
         try:
             for future in as_completed(ended):
                 yield ended[future], future.result()
@@ -295,8 +294,6 @@ def _execute(path: Path, run: Run, processes: list[subprocess.Popen[bytes]], *, 
     from hpcsync.run_dir import layout
     from hpcsync.system.parent_death import end_with_parent
 
-    if finished(run):  # meanwhile, by another such command
-        return 0
     run.folder.parent.mkdir(parents=True, exist_ok=True)
     command = python("-m", "hpcsync", "simulate" if simulated else "run", str(path))
     command += [word for override in run.overrides for word in ("--set", override)]
@@ -307,7 +304,7 @@ def _execute(path: Path, run: Run, processes: list[subprocess.Popen[bytes]], *, 
         try:
             if simulated and run.folder.exists() and not layout.cleared(run.folder):
                 return 0
-        except JobError as error:  # another such command simulates it now
+        except JobError as error:  # another process simulates it now
             log.write(f"hpcsync: {error}\n")
             return 2
         process = subprocess.Popen(

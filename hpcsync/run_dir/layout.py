@@ -84,6 +84,24 @@ def create_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
 
 
+@contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Lock the folder of several runs for this process; create it if it is missing.
+
+    Raises
+    ------
+    JobError
+        If another process has locked it, or it cannot be written.
+    """
+    create_folder(folder)
+    with _as_job_error(folder):
+        lock.hold(folder)
+    try:
+        yield
+    finally:
+        lock.release(folder)
+
+
 def refuse_taken(folder: Path) -> None:
     """Raise JobError if the folder holds files of a run."""
     for name in (TRACE, JOB, WEIGHTS, SUMMARY, checkpoint.FOLDER):

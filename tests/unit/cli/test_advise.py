@@ -27,7 +27,7 @@ from hpcsync.config.time_table import read_times
 from hpcsync.planning.candidates import Candidate, candidates
 from hpcsync.report.advice import prediction
 from hpcsync.report.summary import beside_prediction, summarize
-from hpcsync.run_dir import layout
+from hpcsync.run_dir import layout, lock
 from hpcsync.simulator import measured_cluster
 from hpcsync.simulator.simulate import simulate
 from hpcsync.system.atomic_files import NotWritten
@@ -114,6 +114,16 @@ def test_the_same_command_simulates_nothing_again_and_says_the_same(job, tmp_pat
         assert first[key] == second[key]
     with pytest.raises(JobError, match="holds a run of another job; give another folder"):
         main(job, asked._replace(overrides=["workload.batch_size=5"]))
+
+
+def test_a_folder_in_which_another_advice_is_computed_is_refused(job, tmp_path):
+    out, n = tmp_path / "out", Inline.n
+    out.mkdir()
+    others = lock.take(out / lock.NAME, lock.this_process())
+    with pytest.raises(JobError, match=r"^out .*out: must not be the folder of a run that is under way: process "):
+        main(job, Asked(paradigms=("bsp", "asp"), out=out))
+    others.release()
+    assert (Inline.n, list(out.iterdir())) == (n, [])
 
 
 def test_times_of_a_run_replace_those_of_the_job(job, tmp_path, capsys):

@@ -121,6 +121,19 @@ def test_a_run_that_another_command_has_finished_meanwhile_stays_as_it_is(job: P
     assert len(commands.folders) == 2
 
 
+def test_a_folder_in_which_another_comparison_runs_is_refused(job: Path, commands: Commands) -> None:
+    Path("grid").mkdir()
+    others = lock.take(Path("grid") / lock.NAME, lock.this_process())
+    with pytest.raises(JobError, match=r"^out .*grid: must not be the folder of a run that is under way: process "):
+        main([job], asked())
+    assert not commands.folders
+    others.release()
+    assert main([job], asked()) == 0 and not (Path("grid") / lock.NAME).exists()
+    others = lock.take(Path("grid") / lock.NAME, lock.this_process())
+    assert main([job], asked()) == 0, "nothing is left to run, so nothing is written into the folder"
+    others.release()
+
+
 def test_a_run_that_another_command_simulates_now_ends_no_other(
     job: Path, commands: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
