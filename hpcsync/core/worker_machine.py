@@ -52,15 +52,11 @@ class WorkerMachine(Stateful):
         self, worker: int, read_bytes: int, estimator: Estimator | None = None, grant: Grant | None = None
     ) -> None:
         self.estimator = estimator
-        self.grant = grant or Grant(worker, 0, local_steps=0)
+        self.grant = grant or Grant(worker, 0)
         self.stopped = False
         self.n_steps = 0
         self._read_bytes = read_bytes
         self._waiting_since_s = 0.0
-        self._wait_s = self._pull_s = self._read_s = 0.0
-        self._begin_s = self._end_s = self._load_s = 0.0
-        self.n_samples = 0
-        self.share = 1.0
         self._cancelled = -1  # work based on this version or an earlier one is cancelled
 
     # ---- events ----

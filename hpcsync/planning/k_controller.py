@@ -318,7 +318,7 @@ class KController(Stateful):
             known_s = [one_s for one_s in known_s if not math.isnan(one_s)]
         known_s = sorted(known_s)
         median_s = known_s[(len(known_s) - 1) // 2] if known_s else math.nan
-        n_fast = bisect_right(known_s, THETA * median_s) if known_s else 0
+        n_fast = bisect_right(known_s, THETA * median_s)
         stuck: Collection[int] = ()
         oldest = version - staleness_bound(self._n_workers, self.k)
         if min(read_versions) < oldest:

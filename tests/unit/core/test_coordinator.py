@@ -109,6 +109,12 @@ def column(rows, *names):
 # ---- commands and rows ----
 
 
+def test_before_the_first_push_no_result_is_known():
+    state = Run("asp", 2).coordinator.state()
+    assert math.isnan(state["last_loss"]) and math.isnan(state["last_accuracy"])
+    assert state["updated_s"] == 0.0
+
+
 def test_asp_updates_and_answers_at_once():
     run = Run("asp", 2)
     assert run.push(1.0, 1) == [mean((1,), 0.1), reply(1, 2, 1)]
@@ -277,12 +283,22 @@ def test_targets(stop, reached, missed):
     assert len(run.trace["evaluations"]) == 2
 
 
-def test_an_evaluation_that_ends_the_run_does_so_now_and_not_when_it_began():
-    run = Run("ssp", 2, {"target_accuracy": 0.5}, staleness=0)
+EVENTS = {
+    "push": lambda run: run.push(6.0, 2),
+    "leave": lambda run: run.leave(6.0, 2),
+    "join": lambda run: run.join(6.0, 1),
+    "passed": lambda run: run.take(run.coordinator.passed(6.0)),
+}
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_an_evaluation_that_ends_the_run_does_so_now_and_not_when_it_began(event):
+    run = Run("bsp", 4, {"target_accuracy": 0.5})
     run.push(5.0, 0)  # blocked, while the weights of second 1 are being evaluated
-    run.coordinator.passed(6.0)
+    run.leave(5.5, 1)
+    EVENTS[event](run)
     run.coordinator.evaluated(1.0, 0, 0, 0.1, 0.9)
-    assert column(run.trace["grants"], "now_s", "held_s") == [(6.0, 1.0)]
+    assert (0, 6.0, 1.0) in column(run.trace["grants"], "worker", "now_s", "held_s")
     assert column(run.trace["evaluations"], "now_s", "version") == [(1.0, 0)]
 
 
@@ -666,6 +682,8 @@ def test_the_others_get_the_samples_of_a_worker_that_left():
     run.leave(1.0, 0)
     assert column(run.trace["decisions"], "worker", "chosen") == [(1, 12.0), (2, 12.0)]
     assert run.push(2.0, 1)[1] == reply(1, 2, 1, 12, 24)
+    run.join(3.0, 0)
+    assert column(run.trace["decisions"], "now_s", "worker", "chosen")[2:] == [(3.0, i, 8.0) for i in range(3)]
 
 
 def test_once_the_run_stops_no_sizes_are_decided():
@@ -825,19 +843,20 @@ def impatient(**stop):
     return run
 
 
-def test_a_paradigm_is_told_when_the_time_that_it_set_has_come():
+@pytest.mark.parametrize("now_s", [3.0, 3.25])
+def test_a_paradigm_is_told_when_the_time_that_it_set_has_come(now_s):
     run = impatient()
     run.push(1.0, 2)
     run.push(2.0, 0)
     assert run.coordinator.due == Elapsed(3.0, 2)
     assert run.take(run.coordinator.passed(2.5)) == []
-    assert run.take(run.coordinator.passed(3.25)) == [mean((0, 2), 0.1), reply(0, 2, 1), reply(2, 2, 1)]
+    assert run.take(run.coordinator.passed(now_s)) == [mean((0, 2), 0.1), reply(0, 2, 1), reply(2, 2, 1)]
     assert run.coordinator.due is None
     assert run.take(run.coordinator.passed(9.0)) == []
     names = ("seq", "now_s", "controller", "worker", "chosen")
-    assert column(run.trace["decisions"], *names) == [(3, 3.25, "elapsed", 2, 3.0)]
-    assert column(run.trace["updates"], "now_s", "n_contributions") == [(3.25, 2)]
-    assert column(run.trace["grants"], "seq", "now_s", "held_s") == [(4, 3.25, 1.25), (5, 3.25, 2.25)]
+    assert column(run.trace["decisions"], *names) == [(3, now_s, "elapsed", 2, 3.0)]
+    assert column(run.trace["updates"], "now_s", "n_contributions") == [(now_s, 2)]
+    assert column(run.trace["grants"], "seq", "now_s", "held_s") == [(4, now_s, now_s - 2.0), (5, now_s, now_s - 1.0)]
 
 
 def test_other_events_may_come_before_and_nothing_is_due_after_the_end():

@@ -144,6 +144,7 @@ def test_other_ends():
     assert not target.stopping
     target.evaluated(2.0, 2, 8, 0.2, math.nan, 0.0)
     target.evaluated(3.0, 3, 12, 0.3, math.nan, 0.0)
+    target.passed(4.0)
     assert target.stopping  # once true, it stays true
 
 

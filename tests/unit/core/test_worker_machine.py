@@ -45,6 +45,18 @@ def test_a_push_says_how_long_everything_took():
     assert math.isnan(info.predicted_fixed_s)
 
 
+def test_a_new_machine_waits_for_its_first_grant_since_the_start_of_the_run():
+    first = Grant(3, 1, local_steps=1)
+    machine = WorkerMachine(3, 800)
+    assert machine.grant == Grant(3, 0)
+    assert WorkerMachine(3, 800, grant=first).grant == first
+    assert machine.granted(first)
+    machine.read(0.5, 0.75)
+    assert not machine.is_cancelled, "version 0"
+    assert machine.computed(1.0, 2.0, 8)
+    assert machine.delivered(1.0, 0.0, 0.0, 0).wait_s == 0.5
+
+
 def test_a_push_covers_the_local_steps_of_its_grant():
     machine = granted(3)
     assert [machine.computed(t, t + 0.5, 8) for t in (2.0, 3.0, 4.0)] == [False, False, True]
