@@ -256,8 +256,6 @@ def _wrong(stages: Stages, rows: Rows) -> str:
             f"it does not consist of {', '.join(kind.decode() for kind in kinds)} for each of workers {active.tolist()}"
         )
     by = {kind: rows[rows["controller"] == kind] for kind in kinds}
-    if not begins and rows["seq"][0] < stages.begins[0]:
-        return "the profile stage has no shares"
     if not plans:
         return _wrong_shares(
             stages, by[b"share"], stages.recount.in_force("local-steps", active, rows["seq"][:1], np.nan)

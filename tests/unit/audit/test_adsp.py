@@ -14,6 +14,7 @@ from hpcsync.audit.server_recount import Recount
 from hpcsync.paradigms import Apply, Drop, PushInfo
 from hpcsync.paradigms.ashl import ASHL as ASHLPolicy
 from hpcsync.paradigms.records import Problem
+from hpcsync.trace.schema import Outcome
 from tests.unit.audit.failing import failing, failing_bounds
 from tests.unit.audit.test_bounds import delay_grant
 from tests.unit.recorder import Recorder
@@ -90,6 +91,7 @@ def test_stages_come_in_order(ashl):
     first, second = rows_of(ashl, "stage")
     assert STAGES in failing_bounds(edit(ashl, "decisions", second, chosen=1.0))
     assert STAGES in failing_bounds(edit(ashl, "decisions", first, chosen=2.0))
+    assert failing_bounds(edit(ashl, "decisions", second, chosen=3.0)) >= {STAGES, PLANS}
     assert failing_bounds(edit(ashl, "decisions", second, loss=0.5)) == {STAGES}
     fewer = np.delete(ashl.tables["decisions"], rows_of(ashl, "stage")[1])
     assert STAGES in failing_bounds(with_rows(ashl, "decisions", fewer))
@@ -151,6 +153,26 @@ def test_a_departure_without_new_shares(ashl):
     kept = np.delete(ashl.tables["decisions"], shared)
     assert PLANS in failing_bounds(with_rows(ashl, "decisions", kept))
     assert PLANS in failing_bounds(with_rows(ashl, "decisions", np.delete(ashl.tables["decisions"], shared[0])))
+
+
+def test_the_profile_stage_has_no_shares():
+    trace = record(ASHL, jitter=0.3, changes=[(3.0, 1)])
+    assert failing_bounds(trace) == set()
+    decisions, died = trace.tables["decisions"], trace.tables["membership"]["seq"][0]
+    assert decisions["seq"][0] > died + 2
+    again = decisions[rows_of(trace, "share")[:2]]
+    for chosen in (0.5, np.nan):
+        again["seq"], again["chosen"] = died + 1, chosen
+        assert failing_bounds(with_rows(trace, "decisions", np.concatenate([again, decisions]))) == {PLANS}
+
+
+def test_a_trace_that_ends_within_a_plan_passes(ashl):
+    decisions = ashl.tables["decisions"]
+    for seq in decisions["seq"][rows_of(ashl, "stage")[1] :].tolist():
+        cut = with_status(ashl, "failed")
+        for table in ("pushes", "grants", "decisions", "membership"):
+            cut = with_rows(cut, table, ashl.tables[table][ashl.tables[table]["seq"] <= seq])
+        assert failing_bounds(cut) == set(), seq
 
 
 @pytest.mark.parametrize("row", [3, 40, 80])
@@ -357,6 +379,27 @@ def test_a_search_begins_when_the_loss_rises(monkeypatch):
     assert failing(trace) == set()
     searches = "searches raise the rate by one and choose the best"
     assert searches in failing_bounds(with_job(trace, paradigm.replace("loss_rise = 0.5", "loss_rise = 9e9")))
+
+
+@pytest.mark.parametrize("paradigm", [SEARCHING, ASHL])
+@pytest.mark.parametrize("known", [0, 1], ids=["never", "seldom"])
+def test_losses_that_are_not_known(monkeypatch, paradigm, known):
+    """Worker 1 states a loss with every third commit, or with none: its last one counts, or nothing is decided."""
+
+    def unknown(**info):
+        if info["worker"] == 1 and (not known or info["iteration"] % 3):
+            info["loss"] = np.nan
+        return PushInfo(**info)
+
+    monkeypatch.setattr(recorder, "PushInfo", unknown)
+    trace = record(paradigm, jitter=0.3, updates=90)
+    assert rows_of(trace, "reward" if paradigm == SEARCHING else "stage").size >= 1
+    assert failing(trace) == set()
+
+
+def test_a_commit_that_is_not_applied(adsp):
+    dropped = edit(adsp, "pushes", 30, outcome=Outcome.DROPPED, weight=0.0)
+    assert failing_bounds(dropped) >= {WAITS, rule(0.5)}
 
 
 def test_difference_of_commits_is_reported():

@@ -139,6 +139,8 @@ def test_other_ends():
     assert not timed.stopping
     timed.passed(5.0)
     assert timed.stopping
+    timed.reconsider(4.9)
+    assert not timed.stopping
     target, _ = coordinator(stop={"target_loss": 0.2})
     target.evaluated(1.0, 1, 4, 0.3, math.nan, 0.0)
     assert not target.stopping
