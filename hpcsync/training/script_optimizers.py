@@ -10,6 +10,9 @@ left alone by torch's optimizers, and so it is by a server. A statement is a flo
 
     the numbers of group 0, 1, ... of all optimizers | 1 or 0 for each parameter
 
+What an optimizer's own step changes in its groups, such as a count of steps or an estimated rate, is kept where the
+step is made: it is neither taken over from statements nor lost in a checkpoint.
+
 Shards are cut only between parameters, or at multiples of `CUT` elements from the begin of a parameter. Vectorised
 loops then handle every element as they would in the whole parameter, so the number of servers does not change a bit. An
 optimizer that is not element-wise needs whole parameters.
@@ -41,6 +44,7 @@ REFUSED = {  # and why
 }
 WRAPPERS = frozenset({"accelerate", "lightning", "lightning_fabric"})  # packages whose optimizers call the script's
 Reduce = Callable[[float], float]  # sums a number over all servers
+KeptInGroups = list[list[dict[str, bool | int | float | None]]]  # for each group of each optimizer
 
 
 class Number(NamedTuple):
@@ -105,6 +109,8 @@ class ScriptOptimizers:
         Index of the optimizer of the latest step on this worker; -1 before the first.
     makes_step
         True while an optimizer's own step is made on this worker.
+    own_keys
+        For each group of each optimizer, the keys whose values its own steps on this rank change.
     """
 
     def __init__(
@@ -117,6 +123,7 @@ class ScriptOptimizers:
         self.steps = [optimizer.step for optimizer in optimizers]  # before a session takes them over
         self.numbers = tuple(chain.from_iterable(_numbers(index, each) for index, each in enumerate(optimizers)))
         self._rates: list[float] = []  # of all groups, as last told
+        self.own_keys: list[list[set[str]]] = [[set() for _ in each.param_groups] for each in optimizers]
         owner = {id(p): index for index, each in enumerate(optimizers) for p in parameters_of(each)}
         self.owner = [owner[id(p)] for p in flat.parameters]  # index of each parameter's optimizer
         _lay_out_kept(optimizers)  # the flat model may have laid out parameters anew
@@ -175,8 +182,21 @@ class ScriptOptimizers:
         return [*chain.from_iterable(_options(self.optimizers, self.numbers))]
 
     def set_numbers(self, stated: Sequence[float]) -> None:
-        """Set the numbers of all groups, as in a `StepToMake`."""
-        _set_numbers(self.optimizers, self.numbers, stated)
+        """Set the numbers of all groups, as in a `StepToMake`, but not the optimizers' own."""
+        _set_numbers(self.optimizers, self.numbers, stated, self.own_keys)
+
+    @contextmanager
+    def own_step(self, index: int, optimizer: torch.optim.Optimizer, lr: float) -> Iterator[None]:
+        """Let an optimizer, or its twin, step with its rates times `lr`; note what the step changes in its groups."""
+        before = [_values(group) for group in optimizer.param_groups]
+        with scaled_rates(optimizer, lr):
+            yield
+        for keys, group, then in zip(self.own_keys[index], optimizer.param_groups, before, strict=False):
+            keys.update(key for key, value in _values(group).items() if key not in then or not same(then[key], value))
+
+    def keep_in_groups(self, kept: KeptInGroups) -> None:
+        """Let the optimizers keep in their groups what those of a server have kept (`PieceOptimizer`)."""
+        _keep_in_groups(self.optimizers, self.own_keys, kept)
 
     def digest(self) -> int:
         """Return 24 bits that are the same on workers whose optimizers have the same numbers, and step alike so far."""
@@ -394,10 +414,15 @@ def different(stepping: Iterable[int]) -> str:
 
 
 class _Keeping(Stateful):
-    """State of what optimizers keep of their parameters."""
+    """State of what optimizers keep of their parameters and in their groups."""
 
-    state_types = {"_kept": list[dict[int, Any]]}
+    state_types = {"_kept": list[dict[int, Any]], "kept_in_groups": KeptInGroups}
     optimizers: Sequence[torch.optim.Optimizer]
+    _script: ScriptOptimizers
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore a state; before format 7 it has nothing of the groups."""
+        super().restore({"kept_in_groups": [], **state})
 
     @property
     def _kept(self) -> list[dict[int, Any]]:
@@ -409,6 +434,21 @@ class _Keeping(Stateful):
             groups = optimizer.state_dict()["param_groups"]
             optimizer.load_state_dict({"state": kept, "param_groups": groups})
         _lay_out_kept(self.optimizers)
+
+    @property
+    def kept_in_groups(self) -> KeptInGroups:
+        """What the optimizers' own steps have changed in their groups."""
+        return [
+            [
+                {key: _values(group)[key] for key in sorted(keys)}
+                for group, keys in zip(each.param_groups, own, strict=False)
+            ]
+            for each, own in zip(self.optimizers, self._script.own_keys, strict=True)
+        ]
+
+    @kept_in_groups.setter
+    def kept_in_groups(self, saved: KeptInGroups) -> None:
+        _keep_in_groups(self.optimizers, self._script.own_keys, saved)
 
 
 class OwnOptimizer(_Keeping, WorkerOptimizer):
@@ -444,7 +484,7 @@ class OwnOptimizer(_Keeping, WorkerOptimizer):
         script.flat.return_gradient(present)
         if script.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(list(parameters_of(optimizer)), script.clip_norm)
-        with scaled_rates(optimizer, lr):
+        with script.own_step(at_optimizer, optimizer, lr):
             self._lr[at_optimizer] = [float(group["lr"]) for group in optimizer.param_groups]
             script.makes_step = True
             try:
@@ -558,7 +598,7 @@ class PieceOptimizer(_Keeping, ServerOptimizer):
         if len(stepping) > 1:
             raise JobError(different(stepping))
         together = stated[0] if all(np.array_equal(stated[0], each) for each in stated[1:]) else np.mean(stated, axis=0)
-        _set_numbers(self.optimizers, self._script.numbers, together[:-n].tolist())
+        _set_numbers(self.optimizers, self._script.numbers, together[:-n].tolist(), self._script.own_keys)
         self._present = [bool(each) for each in np.any([each[-n:] for each in stated], axis=0)]
         if not math.isnan(self._momentum):
             self.set_momentum(self._momentum)
@@ -573,7 +613,7 @@ class PieceOptimizer(_Keeping, ServerOptimizer):
             piece.parameter.grad = piece.of(gradient)
         self._clip(stepped)
         for index in sorted({self._script.owner[piece.index] for piece in stepped}):
-            with scaled_rates(self.optimizers[index], lr):
+            with self._script.own_step(index, self.optimizers[index], lr):
                 self.optimizers[index].step()
         for piece in stepped:
             if piece.parameter.dtype != self._weights.dtype:
@@ -690,13 +730,39 @@ def _set_options(
 
 
 def _set_numbers(
-    optimizers: Sequence[torch.optim.Optimizer], numbers: Sequence[Number], stated: Sequence[float]
+    optimizers: Sequence[torch.optim.Optimizer],
+    numbers: Sequence[Number],
+    stated: Sequence[float],
+    own_keys: Sequence[Sequence[set[str]]],
 ) -> None:
     at = 0
     for optimizer, group, key, count in numbers:
         n = max(1, count)
-        _set(optimizers[optimizer].param_groups[group], key, stated[at : at + n], count)
+        if key not in own_keys[optimizer][group]:
+            _set(optimizers[optimizer].param_groups[group], key, stated[at : at + n], count)
         at += n
+
+
+def _values(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the single values of a group: numbers, as Python's, True, False and None."""
+    return {
+        key: value.item() if isinstance(value, torch.Tensor) else value
+        for key, value in group.items()
+        if value is None or isinstance(value, bool) or _is_number(value)
+    }
+
+
+def _keep_in_groups(
+    optimizers: Sequence[torch.optim.Optimizer], own_keys: Sequence[Sequence[set[str]]], kept: KeptInGroups
+) -> None:
+    for optimizer, of_groups, values in zip(optimizers, own_keys, kept, strict=False):
+        for group, keys, own in zip(optimizer.param_groups, of_groups, values, strict=True):
+            keys.update(own)
+            for key, value in own.items():
+                if isinstance(before := group.get(key), torch.Tensor) and value is not None:
+                    before.fill_(value)
+                else:
+                    group[key] = value
 
 
 def _lay_out_kept(optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -40,7 +40,7 @@ from hpcsync.planning.commit_rate_search import Search
 from hpcsync.planning.k_controller import KController
 from hpcsync.planning.speed_estimator import Estimator
 from hpcsync.run_dir.checkpoint_files import read_part, write_part
-from hpcsync.state import Stateful
+from hpcsync.state import StateError, Stateful
 from hpcsync.training import rng_state
 from hpcsync.training.compressor import Compressor
 from hpcsync.training.contributions import Change, Position
@@ -326,13 +326,24 @@ def play_vectors(it: Any, dice: random.Random, steps: int) -> list[Any]:
     return answers
 
 
+class Counting(torch.optim.Adam):
+    """Counts its steps in its groups."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            group["weight_decay"] = 0.5 / group["k"]
+        return loss
+
+
 def script() -> ScriptOptimizers:
     """Two optimizers, one with two groups, for 20 elements."""
     model = torch.nn.Linear(4, 4)
     torch.nn.init.ones_(model.weight)
     model.extra = torch.nn.Parameter(torch.ones(4))
     groups = [{"params": [model.weight]}, {"params": [model.extra], "lr": 0.3}]
-    optimizers = [torch.optim.SGD(groups, 0.1, 0.9, nesterov=True), torch.optim.Adam([model.bias], 0.1)]
+    optimizers = [torch.optim.SGD(groups, 0.1, 0.9, nesterov=True), Counting([model.bias], 0.1)]
     return ScriptOptimizers(optimizers, FlatModel(model, list(model.parameters())))
 
 
@@ -618,7 +629,7 @@ def settled(it: Any) -> Any:
     script = it._rule._optimizer if hasattr(it, "made") else it
     if isinstance(script, OwnOptimizer | PieceOptimizer):
         own = [script._lr] if isinstance(script, OwnOptimizer) else [script._options, script._momentum]
-        return [script._kept, own, it.weights.clone() if hasattr(it, "made") else 0]
+        return [script._kept, script.kept_in_groups, own, it.weights.clone() if hasattr(it, "made") else 0]
     return [it.state(), it._rule] if isinstance(it, Store) else it
 
 
@@ -655,9 +666,9 @@ def test_a_script_keeps_its_numbers_when_an_older_checkpoint_has_some():
     make, play = CASES["script on a worker"]
     original, later = make(), make()
     play(original, random.Random(1), 7)
-    numbers = later._script.step_to_make().numbers
+    *numbers, _ = later._script.step_to_make().numbers  # the last one is Counting's own
     later.restore(original.state() | {"options": [[9.0]]})
-    assert later._script.step_to_make().numbers == numbers
+    assert later._script.step_to_make().numbers[:-1] == numbers
     assert not differences(original._kept, later._kept)
 
 
@@ -710,7 +721,10 @@ def test_an_attribute_that_is_not_declared_is_noticed(owner, attribute, monkeypa
     )
 
     def noticed(name: str, original: Any) -> bool:
-        restored = restored_from(CASES[name][0], original, original.state())
+        try:
+            restored = restored_from(CASES[name][0], original, original.state())
+        except StateError:  # `restore` completes old checkpoints with it
+            return True
         return bool(differences(settled(original), settled(restored)))
 
     assert any(noticed(name, original) for (name, _), original in played.items() if owner in parts(original))

@@ -96,6 +96,7 @@ class LinkedSession(RankSession):
         stated = comm.bcast(self._script.step_to_make().numbers, comm.size - 1)  # the last rank is a worker
         if self.worker is None:
             self._script.set_numbers(stated)
+        self._script.keep_in_groups(comm.bcast(None if self._pieces is None else self._pieces.kept_in_groups, 0))
 
 
 class FollowerSession(LinkedSession):

@@ -234,6 +234,38 @@ def test_a_script_resumes_in_its_own_loop(comm, only, folder, monkeypatch, parad
     assert forgets != torch.equal(finished, resumed)
 
 
+class Counting(torch.optim.SGD):
+    """Counts its steps in its groups, and decays a number of theirs."""
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            group["weight_decay"] = 0.5 / group["k"]
+        return loss
+
+
+@pytest.mark.parametrize(("paradigm", "options"), [("bsp", {}), ("allreduce", {}), ("local-sgd", {"steps": 2})])
+def test_what_a_step_changes_in_its_groups_is_resumed(comm, only, folder, paradigm, options):
+    only(3)
+
+    def counted(out: Path, resume: bool = False) -> torch.Tensor:
+        torch.manual_seed(5)
+        model = torch.nn.Linear(3, 1)
+        counting = Counting(model.parameters(), lr=0.05)
+        given = {**options, "checkpoint": {"updates": 4, "keep": 9}, "resume": resume}
+        with hpcsync.connect(model, counting, paradigm, comm=comm, out=out, **given) as sync:
+            for (x,) in sync.shard(torch.utils.data.TensorDataset(torch.ones(40, 3)), batch_size=2):
+                counting.zero_grad()
+                model(x).square().mean().backward()
+                counting.step()
+        numbers = [counting.param_groups[0][key] for key in ("k", "weight_decay")]
+        return torch.cat([*(p.detach().flatten() for p in model.parameters()), torch.tensor(numbers)])
+
+    finished = counted(folder / "a")
+    assert torch.equal(finished, counted(killed(comm, folder / "a"), resume=True))
+
+
 def momentum_encoder(comm: MPI.Intracomm, out: Path, paradigm: str, options: Any, resume: bool) -> torch.Tensor:
     """A loop whose gradients depend on a moving average of the weights and on weights that nothing changes."""
     torch.manual_seed(5)

@@ -263,6 +263,21 @@ def own(model: nn.Module) -> torch.optim.Optimizer:
     return Own(model.parameters(), lr=0.01)
 
 
+class Counting(torch.optim.SGD):
+    """Counts its steps in its groups, and decays a number of theirs, as Prodigy and schedule-free optimizers do."""
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            group["weight_decay"] = 0.5 / group["k"]
+        return loss
+
+
+def counting(model: nn.Module) -> torch.optim.Optimizer:
+    return Counting(model.parameters(), lr=0.05, momentum=0.9)
+
+
 CASES: dict[str, tuple[Callable, Callable, int]] = {  # script, optimizer, batches of a step
     "two groups, scheduled": (groups_and_schedule, two_groups, 1),
     "one cycle": (one_cycle, sgd, 1),
@@ -272,6 +287,7 @@ CASES: dict[str, tuple[Callable, Callable, int]] = {  # script, optimizer, batch
     "closure, Nesterov": (with_closure, nesterov, 1),
     "loaded state": (with_closure, loaded, 1),
     "own class": (thawing, own, 1),
+    "own numbers": (groups_and_schedule, counting, 1),
     "activation checkpointing": (checkpointed, sgd, 1),
     "gradients of its own": (with_gradients_of_its_own, nesterov, 1),
     "gradients between steps": (differentiating_between, sgd, 1),
@@ -485,12 +501,13 @@ def test_the_number_of_servers_changes_no_bit(comm, needs, folder, case):
     assert comm.rank >= 3 or torch.equal(*weights)
 
 
+@pytest.mark.parametrize("make", [two_groups, counting])
 @pytest.mark.parametrize("servers", [0, 1, 2])
-def test_after_the_run_the_optimizer_has_its_state(comm, needs, folder, servers, capsys):
+def test_after_the_run_the_optimizer_has_its_state(comm, needs, folder, servers, make, capsys):
     """Whatever ran it: a script saves it, and trains on from it."""
     needs(servers + 1)
     model, n_workers = Net().double(), comm.size - servers
-    optimizer = two_groups(model)
+    optimizer = make(model)
     samples = data(BATCH * n_workers * STEPS)
     paradigm = "bsp" if servers else "allreduce"
     with hpcsync.connect(model, optimizer, paradigm, servers=servers, out=folder / "run", comm=comm) as sync:
@@ -503,7 +520,7 @@ def test_after_the_run_the_optimizer_has_its_state(comm, needs, folder, servers,
                 with pytest.raises(RuntimeError, match="load it before connect"):
                     optimizer.load_state_dict({})
     twin = Net().double()
-    theirs = two_groups(twin)
+    theirs = make(twin)
     of_workers = [
         batches(samples, 0, worker, n_workers=n_workers, batch_size=BATCH, epochs=range(1))
         for worker in range(n_workers)
