@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
 import sysconfig
 import traceback
@@ -16,6 +17,8 @@ from hpcsync.config.job import Job
 from hpcsync.config.workloads import Function
 
 CALLERS = (str(Path(__file__).parents[1]), "<frozen ", str(Path(importlib.util.__file__).parent))  # of the user's code
+# With these a module may have names that its source does not spell.
+ADDING_NAMES = r"import\s*\*|exec|globals|locals|vars|setattr|modules|__getattr__|__dict__"
 INSTALLED = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
@@ -37,9 +40,16 @@ def user_code(job: Job) -> str | None:
 
 
 def refuse_missing(job: Job) -> None:
-    """Raise JobError if there is no module for the user's workload function; nothing is imported."""
-    if isinstance(job.workload, Function) and _found(job.workload) is None:
-        raise not_importable(job.workload.name, f"No module named {_module(job.workload)!r}")
+    """Raise JobError if the user's workload function or its module is missing; nothing is imported."""
+    if not isinstance(job.workload, Function):
+        return
+    found, (module, _, function) = _found(job.workload), job.workload.name.partition(":")
+    if found is None:
+        raise not_importable(job.workload.name, f"No module named {module!r}")
+    if found.name == module and found.origin is not None and found.origin.endswith(".py"):
+        source = Path(found.origin).read_text(encoding="utf-8", errors="replace")
+        if not re.search(rf"\b{function}\b|{ADDING_NAMES}", source):
+            raise not_importable(job.workload.name, f"module {module!r} has no attribute {function!r}")
 
 
 def not_importable(name: str, reason: object) -> JobError:

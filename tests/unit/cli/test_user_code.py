@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from hpcsync.config.errors import JobError
+from hpcsync.config.job import load
+from hpcsync.config.user_code import refuse_missing
 from tests.runs.processes import hpcsync
 
 JOB = """
@@ -57,6 +60,30 @@ def test_show_imports_nothing_of_the_user_without_load(job: Path) -> None:
     assert f"the workload is code in module mine ({job.parent / 'mine.py'}): --load imports it" in shown
     assert 'name = "mine:make"' in shown
     assert not (job.parent / "imported").exists()
+
+
+@pytest.mark.parametrize("code", ["def made(): ...", "def make_all(): ...", "from os import path"])
+def test_a_function_that_the_module_cannot_have_is_refused_before_anything_is_imported(
+    job: Path, monkeypatch: pytest.MonkeyPatch, code: str
+) -> None:
+    monkeypatch.syspath_prepend(job.parent)
+    (job.parent / "mine.py").write_text(code)
+    with pytest.raises(
+        JobError, match="must name a function that can be imported: module 'mine' has no attribute 'make'"
+    ):
+        refuse_missing(load(job))
+    assert "mine" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    "code", ["make = 1", "from os import *", "globals()['ma' + 'ke'] = 1", "def __getattr__(name): ..."]
+)
+def test_a_function_that_the_module_may_have_is_left_to_the_import(
+    job: Path, monkeypatch: pytest.MonkeyPatch, code: str
+) -> None:
+    monkeypatch.syspath_prepend(job.parent)
+    (job.parent / "mine.py").write_text(code)
+    refuse_missing(load(job))
 
 
 def test_an_audit_finds_the_module_in_the_current_folder(job: Path) -> None:
