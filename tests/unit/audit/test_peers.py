@@ -350,6 +350,17 @@ def test_bytes(trace):
     assert failing(edit(trace, "exchanges", slice(None), wire_bytes=0)) == {BYTES}
 
 
+def test_bytes_where_the_number_of_elements_varies():
+    """As many elements of four bytes go to each of the two others."""
+    trace = record("allreduce", compression={"name": "top-k", "ratio": 0.25})
+    row = with_exchange(trace)
+    moved = trace.tables["exchanges"]["wire_bytes"][row]
+    for other in (moved, moved + 8):
+        assert failing(edit(trace, "exchanges", row, wire_bytes=other)) == set()
+    for other in (moved + 4, moved + 1, 0):
+        assert failing(edit(trace, "exchanges", row, wire_bytes=other)) == {BYTES}
+
+
 def test_no_bytes_without_an_exchange(traces):
     for paradigm in ("local-sgd", "push-sum"):
         row = find(traces[paradigm], peer=NO_PEER)

@@ -285,6 +285,37 @@ def test_an_iteration_begins_when_its_batch_is_requested_and_ends_unpadded():
     assert not iterations.left_over
 
 
+@pytest.mark.parametrize(
+    ("n_optimizers", "ahead", "unused", "begins"),
+    [(1, False, False, False), (2, False, True, True), (1, True, False, True), (1, True, True, False)],
+)
+def test_which_steps_without_a_batch_begin_another_iteration(n_optimizers, ahead, unused, begins):
+    now, over, settings = itertools.count(), False, {"n_optimizers": n_optimizers, "unused": lambda: unused}
+    iterations = make_iterations(now=lambda: float(next(now)), stopped=lambda: over, **settings)
+    loader = iterations.shard(Asked(DATA, 4, None))
+    for _ in range(1 + ahead):
+        next(loader)
+    iterations.begin_again()
+    assert not iterations.left_over
+    over = True
+    assert iterations.left_over
+    assert iterations.end()[0] == 0.0, "one that is under way continues"
+    assert iterations.left_over == (ahead or n_optimizers > 1)
+    iterations.begin_again()
+    assert iterations.under_way == begins
+
+
+def test_the_length_of_a_resumed_loader_is_that_of_the_rest():
+    iterations = make_iterations()
+    loader = iterations.shard(Asked(DATA, 4, 3))
+    n_batches = len(loader)
+    for n_used, _ in enumerate(loader):
+        resumed = make_iterations()
+        resumed.restore(iterations.state())
+        assert len(resumed.shard(Asked(DATA, 4, 3))) == n_batches - n_used
+        iterations.end()
+
+
 class Slow(torch.utils.data.Dataset):
     """A data set that takes a time to load a sample."""
 

@@ -504,19 +504,29 @@ def test_check_sees(broken, options, message):
         ({"check_period_s": True}, "check_period_s .* got True"),
         ({"interval_min_s": 0.0}, "interval_min_s must be a number > 0 and <= check_period_s = 60.0, got 0.0"),
         ({"interval_min_s": 61.0}, "interval_min_s .* got 61.0"),
+        ({"interval_min_s": True}, "interval_min_s .* got True"),
         ({"rule": "code"}, "rule must be one of cumulative, released, got 'code'"),
         ({"commits": 0}, r"commits must be an integer from 1 to 6 \(intervals of 10.0 s\), or None, got 0"),
         ({"commits": 2.5}, "commits .* got 2.5"),
         ({"commits": True}, "commits .* got True"),
         ({"commits": 7}, "commits must be an integer from 1 to 6 .* got 7"),
         ({"search_every_s": 0.0}, "search_every_s must be a number > 0, got 0.0"),
+        ({"search_every_s": True}, "search_every_s .* got True"),
         ({"loss_rise": -0.1}, "loss_rise must be a number > 0, got -0.1"),
         ({"loss_target": math.inf}, "loss_target must be a finite number or None, got inf"),
+        ({"loss_target": True}, "loss_target .* got True"),
     ],
 )
 def test_values_that_are_not_allowed_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         make(3, **options)
+
+
+def test_values_at_their_limits_are_allowed():
+    options = {"check_period_s": 1e-3, "interval_min_s": 1e-3, "search_every_s": 1e-3}
+    made = create("adsp", 2, **options, loss_target=-1.0)
+    assert (type(made), made.first(0).commit_s) == (ADSP, 1e-3)
+    assert type(create("adsp", 2, **options, loss="evaluation")) is EvaluatedADSP
 
 
 # ---- evaluations of the servers' model ----

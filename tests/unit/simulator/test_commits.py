@@ -14,7 +14,7 @@ from hpcsync.config.errors import JobError
 from hpcsync.core.job_validation import check
 from hpcsync.paradigms.adsp import EvaluatedADSP
 from hpcsync.trace.reader import Trace
-from hpcsync.trace.schema import Outcome
+from hpcsync.trace.schema import Change, Outcome
 from hpcsync.workloads.registry import build
 from tests.plain import committed
 from tests.unit.jobs import LINEAR
@@ -135,6 +135,7 @@ def searching(**tables: Any) -> Any:
         {"every_samples": 0, "seconds": 0.7},
         {"every_samples": 20, "seconds": 0.7},
         {"every_samples": 0, "seconds": 9.0},
+        {"every_samples": 20, "seconds": 13.0},
     ],
     ids=str,
 )
@@ -220,6 +221,18 @@ def test_searches_must_follow_from_the_evaluations(tmp_path):
     for name in ("version", "now_s", "samples"):
         more[name][2] = update[name]
     assert any(needed in line for line in failed(replace(trace, tables={**trace.tables, "evaluations": more})))
+    fewer = replace(trace, tables={**trace.tables, "evaluations": evaluations[:3]})
+    assert any(AT_ONCE in line and "there is none" in line for line in failed(fewer))
+
+
+def test_a_search_begins_when_the_evaluated_loss_rises(tmp_path):
+    paradigm = {**SEARCHING, "search_every_s": 1e4, "loss_rise": 1e-6}
+    trace = simulate(searching(paradigm=paradigm, optimizer={"name": "sgd", "lr": 0.6}), tmp_path / "t.h5")
+    rows = trace.tables["decisions"]
+    assert (rows["controller"] == b"commits").sum() >= 2
+    assert failed(trace) == []
+    job = trace.attributes["job"].replace("loss_rise = 1e-06", "loss_rise = 1e9")
+    assert any("choose the best" in line for line in failed(replace(trace, attributes={**trace.attributes, "job": job})))
 
 
 AT_ONCE = "evaluations that are needed begin at once, or after the one before"
@@ -257,13 +270,14 @@ def test_an_evaluation_that_keeps_workers_waiting_is_found(tmp_path):
 
 @pytest.mark.parametrize("events", ["leave", "join"])
 def test_workers_that_leave_while_the_model_is_evaluated(tmp_path, events):
-    """Worker 1 leaves at the end of the first trial; it joins while the others wait for an evaluation."""
-    away = [{"worker": 1, "at_s": 23.0, "change": "leave"}]
+    """Worker 1 leaves in the first trial; it joins while the others wait for the evaluation at its end."""
+    away = [{"worker": 1, "at_s": 20.0, "change": "leave"}]
     back = [{"worker": 1, "at_s": 26.0, "change": "join"}] if events == "join" else []
     evaluation = {"every_samples": 0, "seconds": 4.0}
     trace = simulate(searching(evaluation=evaluation, cluster={"events": away + back}), tmp_path / "t.h5")
     assert failed(trace) == []
-    assert len(trace.tables["membership"]) >= 1 + len(back)
+    changes = trace.tables["membership"][["now_s", "worker", "change"]].tolist()
+    assert changes[: 1 + len(back)] == [(21.0, 1, Change.LEFT), (26.0, 1, Change.JOINED)][: 1 + len(back)]
     rows = trace.tables["decisions"]
     assert (rows["controller"] == b"commits").any()
 
