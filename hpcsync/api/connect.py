@@ -246,7 +246,9 @@ def connect(
     else:
         agree(comm, lambda: loggers.load(log, "log"))
         before = agree(comm, lambda: layout.resuming(out, resume))
-        n_workers = comm.size - servers if before is None or before.job.needs_all else before.job.cluster.workers
+        n_workers = (
+            comm.size - servers if before is None or before.job.paradigm.needs_all else before.job.cluster.workers
+        )
     optimizers = tuple(map(unwrapped, given))
     model = models[0] if len(models) == 1 else torch.nn.ModuleList(models)
     parameters = _parameters(optimizers, model)
@@ -281,7 +283,7 @@ def connect(
     job = Job.from_table(table)
     if before is None:
         refuse_unused(job, table)
-    if servers and not job.steps_on_workers:
+    if not job.paradigm.steps_on_workers:
         _refuse_holders(job, optimizers)
     if len(optimizers) > 1:
         _refuse_several_optimizers(job)
@@ -388,7 +390,8 @@ def join(
         print(*(f"{line}\n" for line in lines), sep="", end="", flush=True)
     try:
         with aborting(comm, but=(MemoryUnreachable, JobError)):
-            if isinstance(optimizer, OptimizerSpec) and (job.steps_on_workers or comm.rank < job.cluster.servers):
+            steps_here = job.paradigm.steps_on_workers or comm.rank < job.cluster.servers
+            if steps_here and isinstance(optimizer, OptimizerSpec):
                 _warm_up(optimizer, device_of(model))
             garbage.freeze()  # before the session exists: sessions are garbage once they have ended
             given = Given(comm, job, model, placement, checkpoints, optimizer, evaluate, calibrate, log)

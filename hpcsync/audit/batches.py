@@ -54,7 +54,7 @@ def weights_follow_sizes(recount: Recount) -> Check:
         n_skipped = np.bincount(version, ~used, n_complete)[version]
         divisor = np.maximum(recount.updates["n_contributions"][version] - n_skipped, 1)
         expected = used / (1 if job.paradigm.merges else divisor)
-        if job.batch_total is not None and not job.steps_on_workers:
+        if job.batch_total is not None and not job.paradigm.steps_on_workers:
             expected *= size * (recount.n_workers / job.batch_total)
         if job.paradigm.discounts:
             expected /= np.maximum(pushes["staleness"][rows], 1)

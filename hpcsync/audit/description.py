@@ -109,7 +109,7 @@ def check_absences(trace: Trace) -> Check:
     steps = "pushes" if job.has_servers else "exchanges"
     if job.has_servers:
         unfilled += [("exchanges", "worker"), ("evaluations", "consensus_distance")]
-    if not job.one_model or job.paradigm.separates_layers:
+    if not job.paradigm.one_model or job.paradigm.separates_layers:
         unfilled += [("exchanges", "mean_gradient_sq")]
     if not isinstance(job.workload, Script):
         unfilled += [("rates", "worker"), (steps, "lr")]

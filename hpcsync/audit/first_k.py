@@ -141,7 +141,7 @@ def k_is_chosen_right(recount: Recount, paradigm: FirstKOptions) -> Check:
 
 def cancelled_is_dropped(recount: Recount) -> Check:
     """Check that only with cancel = "abort" an iteration ends early, and only one that is dropped as stale."""
-    pushes, aborts = recount.pushes, recount.job.aborts
+    pushes, aborts = recount.pushes, recount.job.paradigm.aborts
     early = pushes["share"] < 1
     right = (pushes["outcome"] == Outcome.DROPPED) & (_staleness(recount) > 0)
     return check_rows(

@@ -24,7 +24,7 @@ def check_norms(trace: Trace) -> list[Check]:
         return [known]
     if trace.job.has_servers:
         return [known, means_fit_to_contributions(trace)]
-    return [known, means_fit_to_workers(trace) if trace.job.one_model else steps_are_along_own(trace)]
+    return [known, means_fit_to_workers(trace) if trace.job.paradigm.one_model else steps_are_along_own(trace)]
 
 
 def norms_are_known(trace: Trace) -> Check:

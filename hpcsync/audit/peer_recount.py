@@ -83,7 +83,7 @@ class PeerRecount:
     @property
     def one_model(self) -> bool:
         """True if an iteration of all workers is one update; otherwise every step is one."""
-        return self.job.one_model
+        return self.job.paradigm.one_model
 
     @property
     def pairwise(self) -> bool:

@@ -29,7 +29,7 @@ def rates_are_of_the_schedule(recount: Recount) -> Check:
     """
     job, updates = recount.job, recount.updates
     count = updates["n_contributions"].astype(np.int64)
-    if job.steps_on_workers:
+    if job.paradigm.steps_on_workers:
         expected = np.full(len(updates), job.paradigm.moving_rate(job.cluster.workers))
     else:
         rate, before = learning_rate(job), np.append(0, updates["samples"])[:-1].tolist()
@@ -261,7 +261,7 @@ def _next_update_s(trace: Trace, version: Rows) -> Rows:
     updated_s = tables["updates"]["now_s"]
     last_s = max(float(rows["now_s"].max(initial=0.0)) for rows in map(tables.__getitem__, TIMED))
     later = 0
-    if not job.has_servers and not job.one_model and job.paradigm.lead_bound < np.inf:
+    if not job.has_servers and not job.paradigm.one_model and job.paradigm.lead_bound < np.inf:
         later = trace.n_workers * job.paradigm.exchange_every
     next_s = np.append(updated_s, last_s if trace.finished else np.inf)
     return next_s[np.clip(version + later, 0, len(updated_s))]

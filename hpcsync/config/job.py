@@ -178,7 +178,7 @@ class Job(Table):
 
     @model_validator(mode="after")
     def _steps_on_workers_are_whole(self) -> Self:
-        if self.steps_on_workers and self.optimizer.async_lr_scale != 1.0:
+        if self.paradigm.steps_on_workers and self.optimizer.async_lr_scale != 1.0:
             raise JobError(
                 f"optimizer.async_lr_scale = {shown(self.optimizer.async_lr_scale)}: must be 1.0 with paradigm.name = "
                 f'"{self.paradigm.name}": the optimizer runs on the workers, where no update is one of several'
@@ -217,7 +217,7 @@ class Job(Table):
 
     @model_validator(mode="after")
     def _some_are_enough(self) -> Self:
-        if self.needs_all and self.cluster.workers_min not in (None, self.cluster.workers):
+        if self.paradigm.needs_all and self.cluster.workers_min not in (None, self.cluster.workers):
             raise JobError(
                 f"cluster.workers_min = {self.cluster.workers_min}: must be cluster.workers = {self.cluster.workers} "
                 f"with {self.paradigm.stated_form}, whose exchanges need all workers"
@@ -231,7 +231,7 @@ class Job(Table):
         ranks. Without servers every run begins with all workers.
         """
         cluster, least = self.cluster, self.cluster.workers
-        if not self.needs_all and (resumes or self.has_servers):
+        if not self.paradigm.needs_all and (resumes or self.has_servers):
             least = cluster.workers_min or (1 if resumes else least)
         if not least <= n_ranks - cluster.servers <= cluster.workers:
             takes = f"{cluster.servers + least} to {cluster.ranks}" if least < cluster.workers else f"{cluster.ranks}"
@@ -261,11 +261,6 @@ class Job(Table):
         return self.groups.fc if self.paradigm.separates_layers else self.takers
 
     @property
-    def one_model(self) -> bool:
-        """True if all workers together make the same step, without servers."""
-        return self.paradigm.one_model
-
-    @property
     def batch_total(self) -> int | None:
         """Samples of one iteration of all workers; None for a script that does not set it."""
         if self.batches.total is not None or isinstance(self.workload, Script):
@@ -273,19 +268,9 @@ class Job(Table):
         return self.workload.batch_size * self.cluster.workers
 
     @property
-    def needs_all(self) -> bool:
-        """True if the run can be resumed only with all of its workers."""
-        return self.paradigm.needs_all
-
-    @property
     def has_servers(self) -> bool:
         """True if servers hold the weights; otherwise all ranks are workers."""
         return self.paradigm.has_servers
-
-    @property
-    def steps_on_workers(self) -> bool:
-        """True if every worker has its own weights and an optimizer that updates them."""
-        return self.paradigm.steps_on_workers
 
     @property
     def commits(self) -> bool:
@@ -307,11 +292,6 @@ class Job(Table):
     def local_steps(self) -> int:
         """Iterations per push, unless the grant sets another number."""
         return self.paradigm.exchange_every if self.has_servers else 1
-
-    @property
-    def aborts(self) -> bool:
-        """True if the computation of a worker may be cancelled."""
-        return self.paradigm.aborts
 
     def n_pieces_of(self, worker: int) -> int:
         """Return the number of pieces in which this worker's loop computes a batch.

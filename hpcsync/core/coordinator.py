@@ -526,17 +526,17 @@ def coordinate(job: Job, paradigm: Paradigm, trace: Recorder, stalls: StragglerD
         n_workers=job.cluster.workers,
         lr=_rate(job),
         stop=job.stop,
-        batch_total=None if job.steps_on_workers else job.batch_total,
+        batch_total=None if job.paradigm.steps_on_workers else job.batch_total,
         assignments=create_assignments(job),
         cuts_short=job.commits,
-        of_own_rates=isinstance(job.workload, Script) and not job.steps_on_workers,
+        of_own_rates=isinstance(job.workload, Script) and not job.paradigm.steps_on_workers,
         sums=job.paradigm.merges,
         stalls=stalls,
     )
 
 
 def _rate(job: Job) -> LearningRate:
-    if not job.steps_on_workers:
+    if not job.paradigm.steps_on_workers:
         return learning_rate(job)
     of_all = job.paradigm.moving_rate(job.cluster.workers)
     return lambda samples, updates, n_contributions: of_all

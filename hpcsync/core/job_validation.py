@@ -154,7 +154,7 @@ def check_model(
         if buffer.layout != torch.strided or buffer.is_quantized:
             raise JobError(f"{name}: the buffer {buffer_name} must be a dense tensor")
     _refuse_aliases(name, model, trained)
-    if job.cluster.workers > 1 and (job.one_model or not job.steps_on_workers):
+    if job.cluster.workers > 1 and (job.paradigm.one_model or not job.paradigm.steps_on_workers):
         _refuse_renormalisation(job, name, model, trained)
     for key, value in model.state_dict().items():
         if isinstance(value, torch.Tensor) and value.dtype in (torch.complex32, torch.complex128):

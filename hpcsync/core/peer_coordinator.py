@@ -83,7 +83,7 @@ class Lockstep(Stateful):
         self.updates = 0
         self._n_contributing = len(job.takers)
         self._batch_size = None if isinstance(job.workload, Script) else job.workload.batch_size
-        self._one_model = job.one_model
+        self._one_model = job.paradigm.one_model
         self._stop = job.stop
 
     def resume(self, n_present: int) -> None:
@@ -226,7 +226,7 @@ class PeerCoordinator(RunCounts):
         self.done = [0] * n_workers
         self._n_workers = n_workers
         self._lr, self._rate = learning_rate(job), worker_rate(job)
-        self._one_model = job.one_model
+        self._one_model = job.paradigm.one_model
         self._of_own_rates = isinstance(job.workload, Script)
         self._counting, self._judging = job.takers, job.with_loss
         self._own_samples = [0] * n_workers

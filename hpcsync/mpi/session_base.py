@@ -188,17 +188,13 @@ class RankSession(Session):
                 optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler looks for
             optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # a GradScaler leaves it to `step`
             self._taken.callback(delattr, optimizer, "_step_supports_amp_scaling")
-            if self._steps_on_servers:
+            if not self._job.paradigm.steps_on_workers:
                 self._taken.callback(optimizer.register_state_dict_pre_hook(self._on_state_dict).remove)
                 self._taken.callback(optimizer.register_load_state_dict_pre_hook(self._on_load_state_dict).remove)
 
-    @property
-    def _steps_on_servers(self) -> bool:
-        return self._job.has_servers and not self._job.steps_on_workers
-
     def _weights_were_read(self) -> None:
         """Note the weights of the servers, so that a script's change of them does not remain unnoticed."""
-        if self._checks is not None and self._steps_on_servers:
+        if self._checks is not None and not self._job.paradigm.steps_on_workers:
             self._checks.weights_were_read()
 
     def _step_of(self, index: int, optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
@@ -210,7 +206,8 @@ class RankSession(Session):
         def step(_: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             return self._optimizer_step(index, closure)
 
-        return partial(torch.optim.Optimizer.profile_hook_step(step) if self._steps_on_servers else step, optimizer)
+        own = self._job.paradigm.steps_on_workers
+        return partial(step if own else torch.optim.Optimizer.profile_hook_step(step), optimizer)
 
     def step(self, loss: torch.Tensor | float | None = None) -> bool:
         """Step with the script's only optimizer, or the job's; return False once the run is over."""

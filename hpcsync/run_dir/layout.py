@@ -225,7 +225,7 @@ def job_of(path: str | Path, overrides: Sequence[str], ranks: int | None, before
     if before is None:
         return jobs.load(path, overrides, ranks)
     began = before.job
-    return as_begun(jobs.load_begun(path, overrides, ranks if began.needs_all else began.cluster.ranks), began)
+    return as_begun(jobs.load_begun(path, overrides, ranks if began.paradigm.needs_all else began.cluster.ranks), began)
 
 
 def as_begun(job: Job, began: Job) -> Job:

@@ -238,7 +238,7 @@ def on_rank(job: Job, flat: FlatModel, create: OnWorker) -> tuple[Contribution, 
 
     `create` creates its optimizer, if it has one.
     """
-    if not job.steps_on_workers:
+    if not job.paradigm.steps_on_workers:
         of_gradients = not isinstance(job.workload, Timing)
         return Contribution(flat.weights, flat.gradient, of_gradients=of_gradients), flat.weights
     read = torch.empty_like(flat.weights)
@@ -249,7 +249,7 @@ def on_rank(job: Job, flat: FlatModel, create: OnWorker) -> tuple[Contribution, 
 def in_turn(job: Job, weights: torch.Tensor, create: OnWorker) -> list[Contribution]:
     """Return the contributions of all workers that compute on one model in turn, from these initial weights."""
     workers = range(job.cluster.workers)
-    if not job.steps_on_workers:
+    if not job.paradigm.steps_on_workers:
         return [Contribution(weights) for _ in workers]
     if job.paradigm.contribution == "change":
         change = torch.empty_like(weights)  # of the worker whose turn it is

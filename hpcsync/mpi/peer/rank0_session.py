@@ -101,7 +101,7 @@ class Rank0Session(PeerSession):
         with on_signals(interrupt):
             self._recorder.trace.flush()
             distance = self._layers.complete(self.flat, self._reading(self.rank), self._buffers)
-            if self._job.one_model and distance > 0:
+            if self._job.paradigm.one_model and distance > 0:
                 print(
                     f"hpcsync: the workers' weights are {distance:.3g} apart at the end; where they train one model, a "
                     "script that changes it must do so alike on every worker",

@@ -140,7 +140,7 @@ class PeerSession(RankSession):
     def _step(self, loss: torch.Tensor | float | None) -> None:
         """End an iteration: apply the step and exchange."""
         self._refuse_step()
-        if self._job.one_model and torch._C._current_graph_task_id() >= 0:
+        if self._job.paradigm.one_model and torch._C._current_graph_task_id() >= 0:
             raise JobError(
                 f"step: must not be called within backward with paradigm.name = {shown(self._job.paradigm.name)}, "
                 "which forms the mean of the gradients at its end"

@@ -67,7 +67,7 @@ class LinkedSession(RankSession):
             begin_s=begin_s,
             tolerant=self._tolerant,
             shards=None if self._script is None else self._script.cuts(self._roles.n_servers),
-            n_stated=0 if self._script is None or job.steps_on_workers else self._script.n_stated,
+            n_stated=0 if self._script is None or job.paradigm.steps_on_workers else self._script.n_stated,
             buffer_words=self._buffers.n_words,
         )
         self._clocks = self._link.clock.rows(self._link.comm)  # for the trace, on server 0
@@ -87,7 +87,7 @@ class LinkedSession(RankSession):
         """
         trained = {id(p) for p in self.flat.parameters}
         self._layers.share(comm, [p for p in self._model.parameters() if id(p) not in trained])
-        if self._script is None or self._job.steps_on_workers:
+        if self._script is None or self._job.paradigm.steps_on_workers:
             return
         own = [] if self._pieces is None else self._pieces.kept_pieces()
         for server in range(self._roles.n_servers):

@@ -254,7 +254,7 @@ class WorkerSession(LinkedSession):
             self._read,
             self._contribution.vector,
             speed,
-            cancellable=job.aborts or job.commits,
+            cancellable=job.paradigm.aborts or job.commits,
             compressor=None if compression is None else compression.compressor(worker),
             buffers=self._buffers if self._buffers.n_words else None,
             save=lambda number: checkpoints.write(number, self._name, self._state()),
@@ -292,7 +292,7 @@ class WorkerSession(LinkedSession):
     def cancelled(self, share: float) -> bool:
         """Return whether server 0 has cancelled the current iteration."""
         super().cancelled(share)
-        if self._job.aborts and self._computed == 1.0:
+        if self._job.paradigm.aborts and self._computed == 1.0:
             cuda.ready(self.flat.gradient)
             self._iterations.pad(share)
             if self._engine.cancelled():

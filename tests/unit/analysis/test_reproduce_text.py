@@ -40,7 +40,7 @@ def test_methods_differ_in_paradigm_batches_and_rate_alone(problem):
 def test_the_rate_is_shared_where_the_optimizer_is_the_servers(problem):
     for method in problem.methods:
         job = headline.job(problem, method, 1.0, 7)
-        assert (job.optimizer.async_lr_scale == "1/workers") == (not job.steps_on_workers), method
+        assert (job.optimizer.async_lr_scale == "1/workers") == (not job.paradigm.steps_on_workers), method
 
 
 def test_text_has_the_headline_methods_of_all_lines_of_work():

@@ -186,7 +186,7 @@ def test_what_the_job_cannot_have_is_found(trace: Trace) -> None:
     if trace.job.has_servers:
         forged["exchanges"] = with_rows(trace, "exchanges", np.zeros(1, trace.tables["exchanges"].dtype))
         forged["distance"] = column("evaluations", "consensus_distance", lambda distance: 1.0, 1)(trace)
-    elif not trace.job.one_model:
+    elif not trace.job.paradigm.one_model:
         forged["mean"] = column("exchanges", "mean_gradient_sq", lambda square: 1.0, MIDDLE)(trace)
     name = "only what the job can have is recorded"
     found = {key: [check.name for check in audit(other) if not check.passed] for key, other in forged.items()}

@@ -178,7 +178,7 @@ def test_where_steps_are_made_and_what_is_pushed(
     name: str, keys: dict[str, Any], commits: bool, on_workers: bool
 ) -> None:
     found = make_job(paradigm={"name": name, **keys})
-    assert (found.commits, found.steps_on_workers) == (commits, on_workers)
+    assert (found.commits, found.paradigm.steps_on_workers) == (commits, on_workers)
 
 
 @pytest.mark.parametrize(
