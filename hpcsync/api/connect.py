@@ -583,7 +583,7 @@ def _parameters(optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Mod
             refused = torch.optim.LBFGS  # another like it
         if refused is not None:
             raise JobError(f"optimizer {type(optimizer).__name__}: must be one without {REFUSED[refused]}")
-    given = [p for optimizer in optimizers for p in parameters_of(optimizer)]
+    given = [*parameters_of(*optimizers)]
     own = {id(p) for p in model.parameters()}
     if any(id(p) not in own for p in given):
         raise JobError(

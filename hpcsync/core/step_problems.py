@@ -14,6 +14,7 @@ from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job, Script
 from hpcsync.paradigms.records import Problem, PushInfo, StepInfo
 from hpcsync.training.flat_model import FlatModel, squared_norm
+from hpcsync.training.script_optimizers import parameters_of
 
 NOT_FINITE = {
     Problem.LOSS_NOT_FINITE: "the loss is not finite",
@@ -54,7 +55,7 @@ class StepChecks:
         self._n_read = 0
         self._read: tuple[torch.Tensor, torch.Tensor] | None = None  # places in `weights`, and what servers have sent
         self._to_step: set[int] = set()  # optimizers that have not stepped since a gradient was computed
-        trained = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+        trained = [*parameters_of(*optimizers)]
         require = [p.requires_grad for p in trained]
         for parameter in trained:  # frozen ones may be trained later
             parameter.requires_grad_(True)

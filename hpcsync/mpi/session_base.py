@@ -106,7 +106,7 @@ class Given(NamedTuple):
         """
         if isinstance(self.optimizer, OptimizerSpec):
             return None
-        given = {id(p) for optimizer in self.optimizer for p in parameters_of(optimizer)}
+        given = {id(p) for p in parameters_of(*self.optimizer)}
         if not any(id(p) in given for p in module.parameters()):  # a copy
             pairs = zip(self.model.parameters(), module.parameters(), strict=True)
             return [copy for original, copy in pairs if id(original) in given]
@@ -156,8 +156,7 @@ class RankSession(Session):
         self.flat.collect()
         self._untrained: UntrainedParameters | None = None
         if worker is not None and self._script is not None:
-            trained = [p for optimizer in self._script.optimizers for p in parameters_of(optimizer)]
-            self._untrained = UntrainedParameters(self._model, trained)
+            self._untrained = UntrainedParameters(self._model, parameters_of(*self._script.optimizers))
         self._excepthook = sys.excepthook
         sys.excepthook = self._uncaught
         self._heed_signals = left_to_rank_0()

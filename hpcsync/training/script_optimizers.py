@@ -344,9 +344,9 @@ def _plain(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str,
     return dict(sorted(kept.items()))
 
 
-def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]:
-    """Yield the parameters of all groups."""
-    return chain.from_iterable(group["params"] for group in optimizer.param_groups)
+def parameters_of(*optimizers: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]:
+    """Yield the parameters of all groups of optimizers."""
+    return chain.from_iterable(group["params"] for optimizer in optimizers for group in optimizer.param_groups)
 
 
 def _numbers(index: int, optimizer: torch.optim.Optimizer) -> Iterator[Number]:

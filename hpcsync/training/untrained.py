@@ -7,7 +7,7 @@ must have again: a frozen part may be large, and the script creates it again, fo
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ class UntrainedParameters:
         Parameters of all optimizers.
     """
 
-    def __init__(self, model: torch.nn.Module, trained: Collection[torch.nn.Parameter]) -> None:
+    def __init__(self, model: torch.nn.Module, trained: Iterable[torch.nn.Parameter]) -> None:
         self._model, self._trained = model, {id(p) for p in trained}
         self._at_first = self._checksums()
 
