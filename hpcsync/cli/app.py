@@ -13,9 +13,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from hpcsync.cli import cite, figure
+from hpcsync.cli.figure import HELP as ABOUT_FIGURES
 from hpcsync.cli.job_command import JobCommand
-from hpcsync.config.errors import JobError, below
+from hpcsync.config.errors import JobError, below, refuse_empty
 from hpcsync.system import garbage, standard_output
 from hpcsync.system.atomic_files import NotWritten
 from hpcsync.system.launch_output import wait_until_read
@@ -65,6 +65,13 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+
+def out_path(text: str) -> Path:
+    """Return what --out names. Raises JobError if it is empty."""
+    refuse_empty("--out", text)
+    return Path(text)
+
+
 JobPath = Annotated[Path, typer.Argument(metavar="JOB", help="Job file (TOML).", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
@@ -72,13 +79,11 @@ Overrides = Annotated[
         "--set", metavar="KEY=VALUE", help="Override a key of the job file, e.g. paradigm.staleness_max=20; repeatable."
     ),
 ]
-
-
 Out = Annotated[
     Path | None,
-    typer.Option(parser=figure.out_path, metavar="DIR", help="Folder of the run; runs/NAME-TIME/ by default."),
+    typer.Option(parser=out_path, metavar="DIR", help="Folder of the run; runs/NAME-TIME/ by default."),
 ]
-Runs = Annotated[list[Path], figure.RUNS]
+RUNS = typer.Argument(metavar="RUN", help="Traces, or folders with the traces of runs.", show_default=False)
 Log = Annotated[
     str | None,
     typer.Option(
@@ -284,7 +289,7 @@ def compare(
     out: Annotated[
         Path | None,
         typer.Option(
-            parser=figure.out_path,
+            parser=out_path,
             metavar="DIR",
             help="Folder of the runs; runs/NAME-compare/ by default. Runs that have finished there are not run again.",
         ),
@@ -362,7 +367,7 @@ def advise(
     out: Annotated[
         Path | None,
         typer.Option(
-            parser=figure.out_path,
+            parser=out_path,
             metavar="DIR",
             help="Folder of the simulations; runs/NAME-advice/ by default. Those that have finished there are not "
             "repeated.",
@@ -383,9 +388,10 @@ def advise(
 
 @app.command("report")
 def report_(
-    runs: Runs,
+    runs: Annotated[list[Path], RUNS],
     out: Annotated[
-        Path, typer.Option("--out", "-o", parser=figure.out_path, metavar="FILE", help="The file, .html.")
+        Path,
+        typer.Option("--out", "-o", parser=out_path, metavar="FILE", help="The file, .html."),
     ] = Path("report.html"),
     audited: Annotated[
         bool | None,
@@ -434,13 +440,13 @@ def explain(
 
 @app.command("export")
 def export_(
-    runs: Runs,
+    runs: Annotated[list[Path], RUNS],
     out: Annotated[
         Path,
         typer.Option(
             "--out",
             "-o",
-            parser=figure.out_path,
+            parser=out_path,
             metavar="FILE",
             help="The file: .pftrace or .csv; for parquet a folder.",
             show_default=False,
@@ -471,8 +477,59 @@ def export_(
     sys.exit(export.main(runs, out, kind, from_s, to_s))
 
 
-app.command("figure", help=figure.HELP)(figure.command)
-app.command("cite")(cite.command)
+@app.command(help=ABOUT_FIGURES)
+def figure(
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Name of the figure.", show_default=False)] = None,
+    runs: Annotated[list[Path] | None, RUNS] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            parser=out_path,
+            metavar="FILE",
+            help="Output file: .png, .svg, .pdf or .csv; without a suffix PNG, SVG and CSV. Default: figures/NAME.",
+            show_default=False,
+        ),
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Show at most N evenly spaced workers of a run.", show_default=False),
+    ] = None,
+    from_s: Annotated[
+        float | None, typer.Option("--from", metavar="S", help="timeline: begin at this second.", show_default=False)
+    ] = None,
+    to_s: Annotated[
+        float | None, typer.Option("--to", metavar="S", help="timeline: end at this second.", show_default=False)
+    ] = None,
+    width: Annotated[
+        float | None,
+        typer.Option(
+            metavar="INCHES",
+            help="Width of the figure: 3.5 for one column of a paper, 3 at least. Default: 7.",
+            show_default=False,
+        ),
+    ] = None,
+    list_only: Annotated[bool, typer.Option("--list", help="List the figures, one per line.")] = False,
+) -> None:
+    """Draw a figure, or list the figures."""
+    from hpcsync.cli import figure as drawing
+
+    if list_only:
+        print(*drawing.LINES, sep="\n")
+    else:
+        drawing.main(name, runs or [], out, workers, from_s, to_s, width)
+
+
+@app.command()
+def cite(trace: TracePath) -> None:
+    """Print BibTeX of the papers behind a run.
+
+    An entry of hpcsync follows, with the versions of the run.
+    """
+    from hpcsync.cli import cite as citing
+
+    citing.main(trace)
 
 
 @app.command()

@@ -3,21 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
-
-import typer
-
-
-def command(
-    trace: Annotated[
-        Path, typer.Argument(metavar="TRACE", help="Trace file, or the folder of a run.", show_default=False)
-    ],
-) -> None:
-    """Print BibTeX of the papers behind a run.
-
-    An entry of hpcsync follows, with the versions of the run.
-    """
-    main(trace)
 
 
 def main(path: Path) -> None:

@@ -3,80 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from hpcsync import figures
-from hpcsync.config.errors import refuse_empty
 
+LINES = [f"{name:<12} {about.line}" for name, about in figures.FIGURES.items()]
 HELP = (
     "Draw a figure of one or more traces.\n\nThe files are PNG, SVG, and the data as CSV.\n\n\b\nFigures:\n"
-    + "\n".join(f"  {name:<12} {about.line}" for name, about in figures.FIGURES.items())
+    + "\n".join(f"  {line}" for line in LINES)
     + "\n\nRuns of one job with different seeds are one line or bar: their mean, with its 95 % interval from three"
     " seeds on and the range of two. controller and timeline show each run alone."
     + "\n\nNeeds matplotlib and pandas: pip install matplotlib pandas."
 )
-RUNS = typer.Argument(metavar="RUN", help="Traces, or folders with the traces of runs.", show_default=False)
 KINDS = (".png", ".svg", ".pdf", ".csv")
-
-
-def out_path(text: str) -> Path:
-    """Return what --out of a command names. Raises JobError if it is empty."""
-    refuse_empty("--out", text)
-    return Path(text)
-
-
-def command(
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Name of the figure.", show_default=False)] = None,
-    runs: Annotated[list[Path] | None, RUNS] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out",
-            "-o",
-            parser=out_path,
-            metavar="FILE",
-            help="Output file: .png, .svg, .pdf or .csv; without a suffix PNG, SVG and CSV. Default: figures/NAME.",
-            show_default=False,
-        ),
-    ] = None,
-    workers: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="Show at most N evenly spaced workers of a run.", show_default=False),
-    ] = None,
-    from_s: Annotated[
-        float | None, typer.Option("--from", metavar="S", help="timeline: begin at this second.", show_default=False)
-    ] = None,
-    to_s: Annotated[
-        float | None, typer.Option("--to", metavar="S", help="timeline: end at this second.", show_default=False)
-    ] = None,
-    width: Annotated[
-        float | None,
-        typer.Option(
-            metavar="INCHES",
-            help="Width of the figure: 3.5 for one column of a paper, 3 at least. Default: 7.",
-            show_default=False,
-        ),
-    ] = None,
-    list_only: Annotated[bool, typer.Option("--list", help="List the figures, one per line.")] = False,
-) -> None:
-    """Draw a figure, or list the figures; `HELP` is the text of --help."""
-    if list_only:
-        for figure, about in figures.FIGURES.items():
-            print(f"{figure:<12} {about.line}")
-        return
-    main(name, runs or [], out, workers, from_s, to_s, width)
 
 
 def main(
     name: str | None,
     runs: list[Path],
-    out: Path | None = None,
-    workers: int | None = None,
-    from_s: float | None = None,
-    to_s: float | None = None,
-    width: float | None = None,
+    out: Path | None,
+    workers: int | None,
+    from_s: float | None,
+    to_s: float | None,
+    width: float | None,
 ) -> None:
     """Draw a figure, write its files and print their names.
 

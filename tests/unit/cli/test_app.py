@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import hpcsync.cli
 from hpcsync import __version__
-from hpcsync.cli import app
+from hpcsync.cli import app, figure
 from hpcsync.cli import run as commands
 from hpcsync.config.errors import JobError
 from hpcsync.system.atomic_files import NotWritten
@@ -164,7 +164,7 @@ def test_an_interrupt_while_a_command_is_loaded_or_runs_is_one_line(module, monk
         raise KeyboardInterrupt
 
     if module == "figure":  # loaded already
-        monkeypatch.setattr(app.figure, "main", interrupted)
+        monkeypatch.setattr(figure, "main", interrupted)
     else:
         monkeypatch.delitem(sys.modules, f"hpcsync.cli.{module}", raising=False)
         monkeypatch.delattr(hpcsync.cli, module, raising=False)
