@@ -603,7 +603,8 @@ class AdspOptions(ParadigmOptions):
     @property
     def bound(self) -> str:
         """Description of the synchronisation, for messages."""
-        return super().bound if self.commits is not None else "workers wait for each other during a search only"
+        searches = self.commits is None
+        return "workers wait for each other during a search only" if searches else "no worker waits for another"
 
     def describe(self, n_workers: int) -> str:
         """Return the paradigm in a sentence."""

@@ -156,8 +156,8 @@ class ParadigmOptions:
     page
         Page of the documentation; by default it has the paradigm's name.
     waiting, update, source
-        Cells of the documentation's table of paradigms. `waiting` begins with "none" if no worker waits; messages use
-        it where no bound on the lead says who waits.
+        Cells of the documentation's table of paradigms. Messages use `waiting` where neither a bound on the lead nor a
+        guarantee says who waits.
     colour
         Colour in figures.
     place
@@ -402,7 +402,7 @@ class ParadigmOptions:
     def bound(self) -> str:
         """Description of the synchronisation, for messages."""
         if self.lead_bound == math.inf:
-            if self.waiting.startswith("none"):
+            if "nobody-waits" in self.guarantees or not self.has_servers:
                 return "no worker waits for another"
             return self.waiting.replace("`", "") or "workers wait as its policy decides"
         if self.lead_bound > 0:

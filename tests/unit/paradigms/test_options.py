@@ -1,7 +1,7 @@
 """Declarations: what follows by default says nothing untrue, and traits that state one fact twice agree."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
@@ -41,15 +41,15 @@ class Peers(ParadigmOptions):
 
 
 @pytest.mark.parametrize(
-    ("waiting", "bound"),
+    ("traits", "bound"),
     [
-        ("", "workers wait as its policy decides"),
-        ("none, but in `window`", "no worker waits for another"),
-        ("a worker waits for `k` others", "a worker waits for k others"),
+        ({}, "workers wait as its policy decides"),
+        ({"guarantees": ("nobody-waits",), "waiting": "one"}, "no worker waits for another"),
+        ({"waiting": "a worker waits for `k` others"}, "a worker waits for k others"),
     ],
 )
-def test_without_a_bound_on_the_lead_messages_repeat_who_waits(waiting: str, bound: str) -> None:
-    options = type("Waiting", (Served,), {"waiting": waiting})()
+def test_without_a_bound_on_the_lead_messages_repeat_who_waits(traits: dict[str, Any], bound: str) -> None:
+    options = type("Waiting", (Served,), traits)()
     assert (options.bound, options.describe(3)) == (bound, bound)
 
 
@@ -59,7 +59,7 @@ def test_what_workers_without_servers_do_follows_from_their_method() -> None:
     assert options.bound == "all workers wait for each other every 3 iterations"
     moved = ("every 3 iterations move", "9 bytes of weights from each worker to others")
     assert options.moves("9 bytes", "as many bytes", compressed=False) == moved
-    alone = type("Alone", (Peers,), {"waiting": "none", "exchange": type("Own", (Exchange,), {"synchronous": False})})()
+    alone = type("Alone", (Peers,), {"exchange": type("Own", (Exchange,), {"synchronous": False})})()
     assert (alone.lead_bound, alone.bound) == (float("inf"), "no worker waits for another")
 
 
