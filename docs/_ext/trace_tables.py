@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+import numpy as np
 
 import hpcsync.core.assignments  # noqa: F401  (it imports every paradigm)
 from hpcsync.paradigms import base
@@ -17,13 +19,20 @@ def pages() -> dict[str, str]:
 
 
 def _tables() -> str:
-    if hasattr(schema, "tables_markdown"):
-        return str(schema.tables_markdown("###")).replace("| column |", "{.entries .columns}\n| column |")
-    parts = []
-    for name, dtype in schema.TABLES.items():
-        rows = "\n".join(f"| `{column}` | {dtype[column]} |" for column in dtype.names)
-        parts.append(f"### /{name}\n\n| column | type |\n|---|---|\n{rows}\n")
-    return "\n".join(parts)
+    return "\n".join(
+        f"### /{name}\n\n{table.description}\n\n{_columns(table.columns)}" for name, table in schema.SCHEMA.items()
+    )
+
+
+def _columns(columns: Iterable[schema.Column]) -> str:
+    lines = ["{.entries .columns}", "| column | type | unit | description |", "|---|---|---|---|"]
+    for name, dtype, unit, description in columns:
+        kind = f"text ({dtype[1:]} bytes)" if dtype.startswith("S") else str(np.dtype(dtype))
+        if name in schema.ENUMS:
+            kind = f"enum ({kind})"
+            description += f" {', '.join(f'{code.name.lower()} = {code.value}' for code in schema.ENUMS[name])}."
+        lines.append(f"| `{name}` | {kind} | {unit} | {description} |")
+    return "\n".join(lines) + "\n"
 
 
 def _codes() -> str:
@@ -36,8 +45,8 @@ def _codes() -> str:
 
 def _decisions() -> str:
     """The inputs of every controller."""
-    named = {kind.name: kind for kind in _subclasses(base.Paradigm) if getattr(kind, "name", None)}
-    sources = [(f"`{name}`", kind) for name, kind in sorted(named.items())]
+    kinds = [kind for kind in _subclasses(base.Paradigm) if "decision_fields" in vars(kind) and hasattr(kind, "name")]
+    sources = [(f"`{kind.name}`", kind) for kind in sorted(kinds, key=lambda kind: kind.name)]
     for title, module in (("A k that is chosen", k_controller), ("Batch allocation", batch_allocation)):
         sources += [
             (title, kind) for kind in vars(module).values() if getattr(kind, "__module__", "") == module.__name__
@@ -47,11 +56,8 @@ def _decisions() -> str:
         fields: Any = vars(kind).get("decision_fields")
         if isinstance(fields, Mapping):
             rows = "\n".join(f"| `{name}` | {unit} | {about} |" for name, (unit, about) in fields.items())
-            parts.append(
-                f"{title}:\n\n| column | unit | description |\n|---|---|---|\n{rows}\n".replace(
-                    "| column |", "{.entries .columns}\n| column |"
-                )
-            )
+            head = "{.entries .columns}\n| column | unit | description |\n|---|---|---|"
+            parts.append(f"{title}:\n\n{head}\n{rows}\n")
         elif isinstance(fields, tuple) and fields:
             parts.append(f"{title}: " + ", ".join(f"`{name}`" for name in fields) + ".\n")
     return "\n".join(parts)

@@ -158,7 +158,7 @@ def about_band(groups: Sequence[Sequence[Trace]]) -> str:
     return f"mean and {100 * LEVEL:g}\N{NO-BREAK SPACE}% interval of {' or '.join(map(str, many))} {what}{exception}"
 
 
-def averaged(runs: Sequence[Rows], *, steps: bool = False, most: int = LINE_POINTS) -> pd.DataFrame:
+def averaged(runs: Sequence[Rows], *, steps: bool = False) -> pd.DataFrame:
     """Return the mean of several runs and its band at the points of all of them.
 
     The line begins where all runs have begun and ends with the longest of them: a run that has ended keeps its last
@@ -170,8 +170,6 @@ def averaged(runs: Sequence[Rows], *, steps: bool = False, most: int = LINE_POIN
         x and value of each run, shape (n_points, 2), ordered by x.
     steps
         A value holds until the next one; else values between two points are interpolated linearly.
-    most
-        Largest number of points of the line.
 
     Returns
     -------
@@ -180,7 +178,7 @@ def averaged(runs: Sequence[Rows], *, steps: bool = False, most: int = LINE_POIN
     """
     x = np.unique(np.concatenate([run[:, 0] for run in runs]))
     x = x[x >= max(run[0, 0] for run in runs)]
-    x = x[pick(range(len(x)), most)]
+    x = x[pick(range(len(x)), LINE_POINTS)]
     if steps:
         values = np.array([run[np.searchsorted(run[:, 0], x, side="right") - 1, 1] for run in runs])
     else:

@@ -11,6 +11,7 @@ from markupsafe import Markup, escape
 from hpcsync.report.wording import rounded
 
 WIDTH = 440  # of every panel, in units of its own; the page scales it
+MOST_TICKS = 6  # on a scale
 _LEFT, _RIGHT, _TOP, _BOTTOM = 54, 14, 12, 42
 
 
@@ -89,17 +90,17 @@ class Scale(NamedTuple):
         part = ((math.log(value) if self.log else value) - low) / (high - low)
         return self.begin + part * (self.end - self.begin)
 
-    def ticks(self, most: int = 6) -> list[float]:
-        """Return round values on the scale, at most so many."""
+    def ticks(self) -> list[float]:
+        """Return a few round values on the scale."""
         if self.log:
             decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
             for digits in ((1, 2, 5), (1, 3), (1,)):
                 found = [digit * 10.0**decade for decade in decades for digit in digits]
                 found = [value for value in found if self.low <= value <= self.high]
-                if len(found) <= most:
+                if len(found) <= MOST_TICKS:
                     break
             return found
-        step = _round_step((self.high - self.low) / (most - 1))
+        step = _round_step((self.high - self.low) / (MOST_TICKS - 1))
         first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
         return [i * step for i in range(first, last + 1)]
 

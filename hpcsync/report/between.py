@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,8 +25,6 @@ class Between:
     ----------
     n_workers
         Number of workers.
-    returns
-        Rows of /membership of workers that return; the time of their absence does not count.
 
     Attributes
     ----------
@@ -35,16 +32,18 @@ class Between:
         Time between the iterations of each worker, shape (n_workers,).
     """
 
-    def __init__(self, n_workers: int, returns: Iterable[np.void] = ()) -> None:
+    def __init__(self, n_workers: int) -> None:
         self.seconds = np.zeros(n_workers)
-        self._returns = [*returns]
+        self._returns: list[np.void] = []  # rows of /membership: the time of an absence does not count
         self._ended_s = np.full(n_workers, np.nan)  # end of each worker's last iteration
 
     @classmethod
     def of(cls, trace: Trace | TraceFile) -> Between:
         """Return an empty sum for a trace, whose returns of workers it knows."""
-        changes = np.concatenate(list(trace.slices("membership")))
-        return cls(trace.n_workers, changes[changes["change"] == Change.JOINED])
+        found = cls(trace.n_workers)
+        for change in np.concatenate(list(trace.slices("membership"))):
+            found.add_change(change)
+        return found
 
     def add_change(self, change: np.void) -> None:
         """Add a row of /membership, before the rows of the worker's later iterations."""

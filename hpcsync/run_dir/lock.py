@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -85,7 +85,7 @@ class Verdict(enum.Enum):
     UNKNOWN = enum.auto()  # watch whether it touches the lock
 
 
-def this_process(environ: Mapping[str, str] = os.environ) -> Owner:
+def this_process() -> Owner:
     """Return this process as the owner of a new lock."""
     pid = os.getpid()
     return Owner(
@@ -95,8 +95,8 @@ def this_process(environ: Mapping[str, str] = os.environ) -> Owner:
         processes=_link(Path("/proc/self/ns/pid")),
         pid=pid,
         started=start_of(pid),
-        job=rank_environment.batch_job(environ),
-        restarts=environ.get("SLURM_RESTART_COUNT", "0"),
+        job=rank_environment.batch_job(),
+        restarts=os.environ.get("SLURM_RESTART_COUNT", "0"),
     )
 
 

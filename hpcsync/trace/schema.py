@@ -350,30 +350,3 @@ def hdf5_attributes(table: TableSchema) -> dict[str, str]:
             raise ValueError(f"column {name}: unit is {unit!r}; must be one of {', '.join(map(repr, UNITS))}")
         attributes |= {f"{name}.description": description, f"{name}.unit": unit}
     return attributes
-
-
-def columns_markdown(columns: Iterable[Column]) -> str:
-    """Return a Markdown table of columns: name, type, unit and description."""
-    lines = ["| column | type | unit | description |", "|---|---|---|---|"]
-    for name, dtype, unit, description in columns:
-        kind = f"text ({dtype[1:]} bytes)" if dtype.startswith("S") else str(np.dtype(dtype))
-        if name in ENUMS:
-            kind = f"enum ({kind})"
-            description += f" {', '.join(f'{code.name.lower()} = {code.value}' for code in ENUMS[name])}."
-        lines.append(f"| `{name}` | {kind} | {unit} | {description} |")
-    return "\n".join(lines) + "\n"
-
-
-def tables_markdown(heading: str = "##") -> str:
-    """Return Markdown sections that document all tables, for the documentation.
-
-    Parameters
-    ----------
-    heading
-        Markdown of a heading's level.
-    """
-    sections = (
-        f"{heading} /{name}\n\n{table.description}\n\n{columns_markdown(table.columns)}"
-        for name, table in SCHEMA.items()
-    )
-    return "\n".join(sections)

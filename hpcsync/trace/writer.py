@@ -339,11 +339,11 @@ class TraceWriter:
                 self.close("failed")
             raise
 
-    def _time_append(self, rows: int = 100, repeats: int = 5) -> float:
+    def _time_append(self) -> float:
         """Return the seconds that one append of the widest row takes: the best of a few tries (under 1 ms in all)."""
         row = np.zeros((), SCHEMA["pushes"].dtype).item()
-        took_s = []
-        for _ in range(repeats):
+        rows, took_s = 100, []
+        for _ in range(5):
             begin_s = time.perf_counter()
             for _ in range(rows):
                 self.append("pushes", row)

@@ -139,8 +139,8 @@ def cut(model: nn.Module, name: str) -> ModelSplit:
                     f"{what} is used after it: the lower half may pass on only the tensor that enters the submodule"
                 )
     halves = ModelSplit(
-        _half(model, held, before, given=given, result=entering),
-        _half(model, held, after, given=entering, result=result),
+        _half(held, before, given=given, result=entering),
+        _half(held, after, given=entering, result=result),
     )
     _check_shares(model, halves)
     return halves
@@ -172,9 +172,7 @@ def _follow(model: nn.Module, tracer: _Tracer) -> fx.Graph:
     return graph
 
 
-def _half(
-    model: nn.Module, held: dict[str, Any], nodes: Sequence[fx.Node], *, given: fx.Node, result: fx.Node
-) -> fx.GraphModule:
+def _half(held: dict[str, Any], nodes: Sequence[fx.Node], *, given: fx.Node, result: fx.Node) -> fx.GraphModule:
     """Return a module that computes `result` from `given` by these nodes."""
     graph = fx.Graph()
     copies = {given: graph.placeholder("x")}

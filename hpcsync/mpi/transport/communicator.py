@@ -15,7 +15,7 @@ from hpcsync.mpi.transport.in_memory import Done, MemoryCommunicator
 Communicator: TypeAlias = MPI.Intracomm | MemoryCommunicator
 """Operations in use: ``Dup``, ``Split``, ``Split_type``, ``Free``, ``Abort``; ``Barrier``, ``Ibarrier``, ``bcast``,
 ``allgather``, ``gather``, ``allreduce``, ``Bcast``, ``Allreduce``, ``Iallreduce``, ``Iallgather``, ``Allgatherv``;
-``Send``, ``Isend``, ``Recv``, ``Irecv``, ``Recv_init``, ``Sendrecv``, ``Iprobe``."""
+``Send``, ``Isend``, ``Recv``, ``Irecv``, ``Recv_init``, ``Iprobe``."""
 
 
 class RawWindow(Protocol):

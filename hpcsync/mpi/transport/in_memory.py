@@ -498,13 +498,6 @@ class MemoryCommunicator:
         """Wait for a message and copy it into the buffer."""
         self.Irecv(buffer, source, tag).Wait()
 
-    def Sendrecv(
-        self, sent: Any, dest: int, sendtag: int = 0, recvbuf: Any = None, source: int = -1, recvtag: int = 0
-    ) -> None:
-        """Send one message and wait for another."""
-        self.Send(sent, dest, sendtag)
-        self.Recv(recvbuf, source, recvtag)
-
     def Iprobe(self) -> bool:
         """Return whether a message waits to be received."""
         self.world.operate()

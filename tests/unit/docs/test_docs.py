@@ -32,6 +32,7 @@ from hpcsync.cli.app import app
 from hpcsync.config import job as jobs
 from hpcsync.core.job_validation import check
 from hpcsync.paradigms import OPTIONS
+from hpcsync.trace.schema import SCHEMA
 
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", *sorted(p for p in (ROOT / "docs").rglob("*.md") if "_" not in p.parts[-2][:1])]
@@ -362,8 +363,17 @@ def test_the_reference_describes_every_key_option_and_table(monkeypatch: pytest.
 
     reference.write(tmp_path)
     text = "".join(path.read_text(encoding="utf-8") for path in tmp_path.iterdir())
-    for expected in ("`staleness_max`", "`--times-from", "`--audit, --no-audit` | automatic", "### /grants"):
+    for expected in (
+        "`staleness_max`",
+        "`--times-from",
+        "`--audit, --no-audit` | automatic",
+        "| `wait_s` | float64 | s | Time the worker waited for the grant of this iteration. |",
+        "| `outcome` | enum (int8) |  | Outcome of the push. applied = 0, dropped = 1. |",
+        "| `host` | text (64 bytes) |  |",
+        "| `reward` | 1/s |",
+    ):
         assert expected in text
+    assert re.findall("^### /(.*)", text, re.MULTILINE) == [*SCHEMA]
 
 
 def test_the_page_about_benchmarks_shows_each_target():

@@ -97,13 +97,3 @@ def test_record_types_follow_from_the_declaration():
     )
     assert schema.decisions_table({"r": ("1", "R.")}).dtype == schema.decisions_dtype(["r"])
     assert ENUMS.keys() <= {column.name for table in SCHEMA.values() for column in table.columns}
-
-
-def test_markdown_documents_every_column():
-    text = schema.tables_markdown("###")
-    assert [line for line in text.splitlines() if line.startswith("#")] == [f"### /{name}" for name in TABLES]
-    for table in SCHEMA.values():
-        assert schema.columns_markdown(table.columns) in text
-    assert "| `wait_s` | float64 | s | Time the worker waited for the grant of this iteration. |" in text
-    assert "| `outcome` | enum (int8) |  | Outcome of the push. applied = 0, dropped = 1. |" in text
-    assert "| `host` | text (64 bytes) |  |" in text
