@@ -139,8 +139,7 @@ class RankSession(Session):
         self.flat.model = layers.model  # the forward pass calls the whole model
         self._buffers = Buffers(layers.model, job.evaluation.buffers)
         self._checks: StepChecks | None = None  # of a worker that runs a script
-        self._problem = Problem.NONE  # the worst since the last push
-        self._all_skipped = True  # all steps since then
+        self._problems: set[Problem] = set()  # of the steps since the last push
         self._iterations: Iterations  # of a worker
         self._stepped = False
         self._session_stepped = False  # since the latest step of any optimizer on these parameters began
@@ -321,15 +320,13 @@ class RankSession(Session):
             if self._checks is not None:
                 stepping = 0 if self._script is None else self._script.stepping or 0
                 found = self._checks.problem(losses if self._has_loss else [], self.flat.gradient, stepping)
-            self._problem = max(self._problem, Problem.SKIPPED if self._skips else found)
-            self._all_skipped = self._all_skipped and self._skips
+            self._problems.add(Problem.SKIPPED if self._skips else found)
         return mean_loss
 
     def _take_problem(self) -> Problem:
-        """Return the worst problem since the last call; of several steps that a push covers, some may be skipped."""
-        found, self._problem = self._problem, Problem.NONE
-        all_skipped, self._all_skipped = self._all_skipped, True
-        return Problem.NONE if found == Problem.SKIPPED and not all_skipped else found
+        """Return the worst problem since the last call; that steps are skipped is one only if all are."""
+        found, self._problems = self._problems, set()
+        return max(found - {Problem.SKIPPED} or found, default=Problem.NONE)
 
     def _rates(self) -> tuple[float, Sequence[tuple[int, float]]]:
         """Return the learning rate of the script's optimizer, and the parameter groups with another rate than before.

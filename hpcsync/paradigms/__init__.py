@@ -28,7 +28,7 @@ from hpcsync.paradigms.events import (
     Left,
     PushInfo,
 )
-from hpcsync.paradigms.options import OptionError, ParadigmOptions
+from hpcsync.paradigms.options import ParadigmOptions
 from hpcsync.planning.checks import must_be_one_of
 
 __all__ = [
@@ -46,7 +46,6 @@ __all__ = [
     "Grant",
     "Joined",
     "Left",
-    "OptionError",
     "Paradigm",
     "ParadigmOptions",
     "PushInfo",

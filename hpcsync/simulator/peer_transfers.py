@@ -153,11 +153,6 @@ class InOrder:
         then(*args)
 
 
-def own_share(job: Job, worker: int) -> float:
-    """Return the worker's share of the computation of a whole iteration; below 1 where layers are separated."""
-    return job.paradigm.work_share(worker, job.cluster.workers)
-
-
 @dataclass(frozen=True)
 class Workers:
     """Event loop, devices (one per worker) and links of a simulated run without servers."""
@@ -186,7 +181,7 @@ def build(job: Job, workload: Workload) -> Workers:
     alone, method = cluster.network is None or cluster.workers == 1, create_method(job)
     alone = alone or job.batches.policy != "equal"  # whose sizes follow from computations, not from transfers
     idle = [
-        (takes_no_time(compute, worker, cluster.workers) or not own_share(job, worker))
+        (takes_no_time(compute, worker, cluster.workers) or not job.paradigm.work_share(worker, cluster.workers))
         and (alone or method.shares(worker))  # it transfers nothing itself
         for worker in range(cluster.workers)
     ]
