@@ -19,7 +19,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from hpcsync.config.job import Job
-from hpcsync.paradigms import OPTIONS, ParadigmOptions
+from hpcsync.paradigms import OPTIONS
+from hpcsync.paradigms.options import ParadigmOptions
 
 MISSING = "required"
 

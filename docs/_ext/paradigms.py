@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import re
 
-from hpcsync.paradigms import OPTIONS, ParadigmOptions
+from hpcsync.paradigms import OPTIONS
+from hpcsync.paradigms.options import ParadigmOptions
 
 CONTROLLERS = ("adaptive-k", "batch-allocation", "dc-asgd")  # pages about what several paradigms have in common
 

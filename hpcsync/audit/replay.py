@@ -20,7 +20,8 @@ import numpy as np
 from hpcsync.audit.check import Check
 from hpcsync.audit.server_recount import Recount
 from hpcsync.core.assignments import Assignments
-from hpcsync.paradigms import (
+from hpcsync.paradigms.base import Paradigm
+from hpcsync.paradigms.events import (
     Accumulate,
     Action,
     Apply,
@@ -32,7 +33,6 @@ from hpcsync.paradigms import (
     Grant,
     Joined,
     Left,
-    Paradigm,
     PushInfo,
 )
 from hpcsync.paradigms.worker_counts import WorkerCounts

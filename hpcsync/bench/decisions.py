@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence, Set
 from functools import partial
 
 from hpcsync.bench.figures import Figure, in_turn
-from hpcsync.paradigms import Decision, Grant, Paradigm, PushInfo, create
+from hpcsync.paradigms import create
+from hpcsync.paradigms.base import Paradigm
+from hpcsync.paradigms.events import Decision, Grant, PushInfo
 
 WORKERS = (4, 64, 1024)
 PARADIGMS: dict[str, dict[str, float | str]] = {

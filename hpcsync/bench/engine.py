@@ -19,7 +19,8 @@ from hpcsync.mpi.server.leader import Leader
 from hpcsync.mpi.server.shard import Shard
 from hpcsync.mpi.server.worker import Worker
 from hpcsync.mpi.transport.tensor_window import HOST, Transport
-from hpcsync.paradigms import Grant, create
+from hpcsync.paradigms import create
+from hpcsync.paradigms.records import Grant
 from hpcsync.trace.writer import TraceWriter
 from hpcsync.training.optimizers import OptimizerSpec
 from hpcsync.training.update_rules import Descent

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from hpcsync import paradigms
 from hpcsync.config.job import Job, Script
 from hpcsync.core.batch_sizes import maxima
-from hpcsync.paradigms import Grant, Paradigm
-from hpcsync.paradigms.records import OF_THE_JOB
+from hpcsync.paradigms.base import Paradigm
+from hpcsync.paradigms.records import OF_THE_JOB, Grant
 from hpcsync.planning.batch_allocation import Allocator
 from hpcsync.state import Stateful
 

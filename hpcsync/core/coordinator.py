@@ -20,7 +20,8 @@ from typing import NamedTuple, Protocol
 from hpcsync.config.job import Job, Script, Stop
 from hpcsync.core.assignments import Assignments, create_assignments
 from hpcsync.core.straggler_detector import StragglerDetector
-from hpcsync.paradigms import (
+from hpcsync.paradigms.base import Paradigm
+from hpcsync.paradigms.events import (
     Accumulate,
     Apply,
     Cancel,
@@ -32,7 +33,6 @@ from hpcsync.paradigms import (
     Grant,
     Joined,
     Left,
-    Paradigm,
     PushInfo,
 )
 from hpcsync.paradigms.records import UNUSED, StepInfo

@@ -13,45 +13,8 @@ from importlib import import_module
 from typing import Any
 
 from hpcsync.paradigms.base import Paradigm
-from hpcsync.paradigms.events import (
-    Accumulate,
-    Action,
-    Apply,
-    Cancel,
-    Decision,
-    Drop,
-    Elapsed,
-    Evaluated,
-    Event,
-    Grant,
-    Joined,
-    Left,
-    PushInfo,
-)
 from hpcsync.paradigms.options import ParadigmOptions
 from hpcsync.planning.checks import must_be_one_of
-
-__all__ = [
-    "OPTIONS",
-    "PARADIGMS",
-    "Accumulate",
-    "Action",
-    "Apply",
-    "Cancel",
-    "Decision",
-    "Drop",
-    "Elapsed",
-    "Evaluated",
-    "Event",
-    "Grant",
-    "Joined",
-    "Left",
-    "Paradigm",
-    "ParadigmOptions",
-    "PushInfo",
-    "create",
-    "discover",
-]
 
 OPTIONS: dict[str, type[ParadigmOptions]] = {}
 PARADIGMS: dict[str, Callable[..., Paradigm]] = {}  # the state machines of those with servers

@@ -28,7 +28,7 @@ from hpcsync.core.assignments import create_assignments, create_paradigm
 from hpcsync.core.coordinator import AccumulateCommand, Command, NoRecorder, Recorder, UpdateCommand, coordinate
 from hpcsync.core.job_validation import check
 from hpcsync.core.stanza_resolution import resolved
-from hpcsync.paradigms import Grant, PushInfo
+from hpcsync.paradigms.records import Grant, PushInfo
 from hpcsync.run_dir import layout
 from hpcsync.simulator import factory, peer_transfers
 from hpcsync.simulator.gradients import Work

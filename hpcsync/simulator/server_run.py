@@ -26,7 +26,8 @@ from hpcsync.core.coordinator import (
 from hpcsync.core.device_speed import Device, encode_s, update_s
 from hpcsync.core.straggler_detector import NoDetector
 from hpcsync.core.worker_machine import WorkerMachine
-from hpcsync.paradigms import Elapsed, Grant, Paradigm
+from hpcsync.paradigms.base import Paradigm
+from hpcsync.paradigms.events import Elapsed, Grant
 from hpcsync.paradigms.records import Problem
 from hpcsync.simulator.cluster import SimulatedCluster
 from hpcsync.simulator.gradients import Work

@@ -33,7 +33,8 @@ from hpcsync.core.peer_machine import PeerMachine, create_method
 from hpcsync.core.session import Asked
 from hpcsync.core.straggler_detector import StragglerDetector
 from hpcsync.core.worker_machine import WorkerMachine
-from hpcsync.paradigms import Evaluated, Grant, Joined, Left, PushInfo, create
+from hpcsync.paradigms import create
+from hpcsync.paradigms.events import Evaluated, Grant, Joined, Left, PushInfo
 from hpcsync.paradigms.peer_method import Agreed, ExchangeResult, Transport
 from hpcsync.planning.batch_allocation import Allocator, Estimate
 from hpcsync.planning.commit_rate_search import Search

@@ -16,7 +16,7 @@ from hpcsync.mpi.server.shard import Shard, encode, to
 from hpcsync.mpi.transport import messages, ulfm
 from hpcsync.mpi.transport.messages import CommandRecord, Inbox
 from hpcsync.mpi.transport.ulfm import RankFailed
-from hpcsync.paradigms import Grant, PushInfo
+from hpcsync.paradigms.records import Grant, PushInfo
 from hpcsync.system.signals import on_signals
 from hpcsync.trace.schema import Change
 

@@ -14,7 +14,7 @@ from hpcsync.mpi.server.channel import ServerChannel
 from hpcsync.mpi.server.slot_pool import SlotPool
 from hpcsync.mpi.transport import cuda, messages
 from hpcsync.mpi.transport.messages import CommandRecord
-from hpcsync.paradigms import Grant
+from hpcsync.paradigms.records import Grant
 from hpcsync.state import restore_arrays
 from hpcsync.training.parameter_store import Store
 from hpcsync.training.update_rules import Rule

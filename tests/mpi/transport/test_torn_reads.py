@@ -23,7 +23,7 @@ from hpcsync.mpi.transport.messages import CommandRecord, Outbox
 from hpcsync.mpi.transport.node_topology import on_one_node
 from hpcsync.mpi.transport.tensor_window import HOST
 from hpcsync.mpi.transport.window import Window
-from hpcsync.paradigms import Grant, PushInfo
+from hpcsync.paradigms.records import Grant, PushInfo
 from hpcsync.training.optimizers import OptimizerSpec
 from hpcsync.training.parameter_store import Store
 from hpcsync.training.update_rules import Descent

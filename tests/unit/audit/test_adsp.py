@@ -11,8 +11,8 @@ from hpcsync.audit.ashl import algorithm_1, algorithm_2
 from hpcsync.audit.bounds import check_bounds
 from hpcsync.audit.compression import check_payloads
 from hpcsync.audit.server_recount import Recount
-from hpcsync.paradigms import Apply, Drop, PushInfo
 from hpcsync.paradigms.ashl import ASHL as ASHLPolicy
+from hpcsync.paradigms.events import Apply, Drop, PushInfo
 from hpcsync.paradigms.records import Problem
 from hpcsync.trace.schema import Outcome
 from tests.unit.audit.failing import failing, failing_bounds

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from hpcsync.bench import decisions
-from hpcsync.paradigms import Decision, Grant, create
+from hpcsync.paradigms import create
+from hpcsync.paradigms.events import Decision, Grant
 
 
 def test_figures_are_positive_and_the_controller_is_consulted():

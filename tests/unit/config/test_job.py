@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from hpcsync.config.errors import shown
 from hpcsync.config.job import KINDS, Job, JobError, Stop, load, load_begun, of_any_seed, refuse_simulated, remarks
 from hpcsync.config.workloads import Digits, Text
-from hpcsync.paradigms import OPTIONS, ParadigmOptions
+from hpcsync.paradigms import OPTIONS
 from hpcsync.paradigms.dssp import DsspOptions
+from hpcsync.paradigms.options import ParadigmOptions
 from hpcsync.paradigms.ssp import SspOptions
 from tests.unit.jobs import make_job, refusal
 

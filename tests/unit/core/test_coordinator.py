@@ -15,8 +15,9 @@ from hpcsync.core.coordinator import (
     UpdateCommand,
     coordinate,
 )
-from hpcsync.paradigms import Apply, Elapsed, Grant, PushInfo, create
+from hpcsync.paradigms import create
 from hpcsync.paradigms.bsp import BSP
+from hpcsync.paradigms.events import Apply, Elapsed, Grant, PushInfo
 from hpcsync.paradigms.records import UNTIL
 from hpcsync.planning.batch_allocation import Allocator
 from hpcsync.trace.schema import Change, Outcome

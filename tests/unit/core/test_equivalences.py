@@ -9,7 +9,7 @@ import torch
 from hpcsync.core.assignments import create_paradigm
 from hpcsync.core.coordinator import AccumulateCommand, Coordinator, UpdateCommand
 from hpcsync.core.roles import Roles
-from hpcsync.paradigms import PushInfo
+from hpcsync.paradigms.records import PushInfo
 from hpcsync.training.flat_model import FlatModel
 from hpcsync.training.gradient import Replica
 from hpcsync.training.lr_schedule import learning_rate

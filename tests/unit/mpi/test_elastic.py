@@ -20,8 +20,9 @@ from hpcsync.mpi.server.channel import Reader, ServerChannel
 from hpcsync.mpi.server.shard import Shard, encode, to
 from hpcsync.mpi.transport import messages
 from hpcsync.mpi.transport.messages import CommandRecord
-from hpcsync.paradigms import Grant, easgd
+from hpcsync.paradigms import easgd
 from hpcsync.paradigms.base import Paradigm
+from hpcsync.paradigms.records import Grant
 from hpcsync.trace.reader import load
 from hpcsync.training.sampler import batches
 from hpcsync.training.update_rules import Elastic

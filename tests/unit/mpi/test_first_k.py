@@ -14,7 +14,7 @@ from hpcsync.config.job import Job
 from hpcsync.core.coordinator import AccumulateCommand, UpdateCommand
 from hpcsync.mpi.server.shard import encode
 from hpcsync.mpi.transport import messages
-from hpcsync.paradigms import Grant
+from hpcsync.paradigms.records import Grant
 from hpcsync.trace.reader import Trace, load
 from hpcsync.trace.schema import Outcome
 from hpcsync.training.parameter_store import Store

@@ -2,9 +2,9 @@
 
 from itertools import count
 
-from hpcsync.paradigms import Joined, Left
 from hpcsync.paradigms.asp import ASP
 from hpcsync.paradigms.bsp import BSP
+from hpcsync.paradigms.events import Joined, Left
 from hpcsync.paradigms.first_k import KAsync
 from hpcsync.paradigms.ssp import SSP
 

@@ -3,8 +3,8 @@
 import math
 from typing import NamedTuple
 
-from hpcsync.paradigms import Apply, Grant, Joined, PushInfo
 from hpcsync.paradigms.dssp import DSSP
+from hpcsync.paradigms.events import Apply, Grant, Joined, PushInfo
 from tests.unit.paradigms.schedule import run
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from statistics import fmean
 
-from hpcsync.paradigms import Accumulate, Apply, Cancel, Drop, Grant, Left, PushInfo
+from hpcsync.paradigms.events import Accumulate, Apply, Cancel, Drop, Grant, Left, PushInfo
 
 
 @dataclass

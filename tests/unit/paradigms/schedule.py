@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from hpcsync.paradigms import (
+from hpcsync.paradigms.base import Paradigm
+from hpcsync.paradigms.events import (
     Accumulate,
     Action,
     Apply,
@@ -25,7 +26,6 @@ from hpcsync.paradigms import (
     Grant,
     Joined,
     Left,
-    Paradigm,
     PushInfo,
 )
 

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcsync.paradigms import Apply, Decision, Evaluated, Grant, Joined, Left, PushInfo, adsp, create
+from hpcsync.paradigms import adsp, create
 from hpcsync.paradigms.adsp import ADSP, AdspOptions, EvaluatedADSP
+from hpcsync.paradigms.events import Apply, Decision, Evaluated, Grant, Joined, Left, PushInfo
 from hpcsync.paradigms.records import UNTIL
 from tests.unit.paradigms.schedule import PROPERTY, fixed, run, schedules
 

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcsync.paradigms import Apply, Decision, Evaluated, Grant, Joined, Left, PushInfo, create
+from hpcsync.paradigms import create
 from hpcsync.paradigms.ashl import ASHL, CHECKS, COARSE, FINE, PROFILE, _median
+from hpcsync.paradigms.events import Apply, Decision, Evaluated, Grant, Joined, Left, PushInfo
 from tests.unit.paradigms.schedule import PROPERTY, Schedule, fixed, run, schedules
 
 NAN = math.nan

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 
 from hpcsync.config.errors import JobError
-from hpcsync.paradigms import Apply, Grant, Left, PushInfo, create
+from hpcsync.paradigms import create
 from hpcsync.paradigms.asp import ASP, AspOptions
+from hpcsync.paradigms.events import Apply, Grant, Left, PushInfo
 from tests.unit.jobs import make_job
 from tests.unit.paradigms.schedule import PROPERTY, Schedule, fixed, run, schedules
 

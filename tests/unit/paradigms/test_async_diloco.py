@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcsync.config.errors import JobError
-from hpcsync.paradigms import Apply, Decision, Elapsed, Grant, Joined, Left, PushInfo, create
+from hpcsync.paradigms import create
 from hpcsync.paradigms.async_diloco import AsyncDiLoCo
+from hpcsync.paradigms.events import Apply, Decision, Elapsed, Grant, Joined, Left, PushInfo
 from tests.unit.jobs import make_job
 from tests.unit.paradigms.schedule import PROPERTY, Schedule, fixed, run, schedules
 

@@ -7,7 +7,8 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 
-from hpcsync.paradigms import Elapsed, Evaluated, Grant, Joined, Left, PushInfo, create
+from hpcsync.paradigms import create
+from hpcsync.paradigms.events import Elapsed, Evaluated, Grant, Joined, Left, PushInfo
 from tests.unit.paradigms.broken import (
     BlocksEveryWorker,
     BringsBackStaleEntries,

@@ -3,8 +3,9 @@
 import pytest
 from hypothesis import given
 
-from hpcsync.paradigms import Apply, Grant, Joined, Left, PushInfo, create
+from hpcsync.paradigms import create
 from hpcsync.paradigms.bsp import BSP
+from hpcsync.paradigms.events import Apply, Grant, Joined, Left, PushInfo
 from tests.unit.paradigms.schedule import PROPERTY, Schedule, run, schedules
 
 

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcsync.paradigms import Decision, Grant, Joined, Left, PushInfo, create
+from hpcsync.paradigms import create
 from hpcsync.paradigms.dssp import DSSP, closest_approach
+from hpcsync.paradigms.events import Decision, Grant, Joined, Left, PushInfo
 from tests.unit.paradigms.dssp_as_written import READINGS, Readings, brute_force, disagreement
 from tests.unit.paradigms.schedule import PROPERTY, Schedule, fixed, run, schedules
 

@@ -3,9 +3,10 @@
 import pytest
 from hypothesis import given
 
-from hpcsync.paradigms import Apply, Grant, Left, PushInfo, create
+from hpcsync.paradigms import create
 from hpcsync.paradigms.bsp import BSP
 from hpcsync.paradigms.easgd import EasgdOptions
+from hpcsync.paradigms.events import Apply, Grant, Left, PushInfo
 from tests.unit.paradigms.schedule import PROPERTY, Schedule, run, schedules
 
 FORMS = {False: "asp", True: "bsp"}

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcsync.paradigms import Accumulate, Apply, Cancel, Drop, Grant, Joined, Left, PushInfo, create
+from hpcsync.paradigms import create
+from hpcsync.paradigms.events import Accumulate, Apply, Cancel, Drop, Grant, Joined, Left, PushInfo
 from hpcsync.paradigms.first_k import FirstK, KAsync, KBatchAsync, KBatchSync, KSync
 from hpcsync.planning.k_controller import KController
 from tests.unit.paradigms.k_account import Account, recount

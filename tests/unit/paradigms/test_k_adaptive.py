@@ -2,7 +2,8 @@
 
 import pytest
 
-from hpcsync.paradigms import Apply, Decision, PushInfo, create
+from hpcsync.paradigms import create
+from hpcsync.paradigms.events import Apply, Decision, PushInfo
 from hpcsync.paradigms.first_k import KAsync
 from hpcsync.planning.k_controller import INTERVAL, POLICIES, TIME_BETA, KController
 from tests.unit.paradigms.k_account import recount

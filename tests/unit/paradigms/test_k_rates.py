@@ -8,7 +8,8 @@ from statistics import fmean, stdev
 
 import pytest
 
-from hpcsync.paradigms import Apply, Cancel, Grant, PushInfo, create
+from hpcsync.paradigms import create
+from hpcsync.paradigms.events import Apply, Cancel, Grant, PushInfo
 from hpcsync.paradigms.first_k import KAsync
 from hpcsync.planning.k_controller import staleness_bound
 from tests.unit.paradigms.k_account import Account, largest_staleness, mean_staleness, recount

@@ -12,9 +12,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from hpcsync.paradigms import PARADIGMS, Elapsed, Event, Grant, Joined, Left, Paradigm, PushInfo, create
+from hpcsync.paradigms import PARADIGMS, create
 from hpcsync.paradigms.asp import ASP
+from hpcsync.paradigms.base import Paradigm
 from hpcsync.paradigms.dssp import DSSP
+from hpcsync.paradigms.events import Elapsed, Event, Grant, Joined, Left, PushInfo
 from hpcsync.paradigms.ssp import SSP
 from tests.stateful import STATEFUL, assert_caught
 from tests.unit.paradigms import broken

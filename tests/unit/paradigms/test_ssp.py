@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcsync.paradigms import Accumulate, Apply, Grant, Joined, Left, PushInfo, create
+from hpcsync.paradigms import create
+from hpcsync.paradigms.events import Accumulate, Apply, Grant, Joined, Left, PushInfo
 from hpcsync.paradigms.ssp import SSP, SspOptions
 from hpcsync.paradigms.worker_counts import Gate
 from tests.unit.paradigms.schedule import PROPERTY, Schedule, fixed, run, schedules

@@ -12,10 +12,11 @@ import pytest
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import KINDS, Job
 from hpcsync.core.assignments import create_paradigm
-from hpcsync.paradigms import Apply, Decision, Grant, Joined, Left, PushInfo, create
+from hpcsync.paradigms import create
 from hpcsync.paradigms.asp import ASP, AspOptions
 from hpcsync.paradigms.bsp import BSP
 from hpcsync.paradigms.dssp import DSSP
+from hpcsync.paradigms.events import Apply, Decision, Grant, Joined, Left, PushInfo
 from hpcsync.paradigms.ssp import SSP, SspOptions
 from hpcsync.paradigms.sync_switch import SyncSwitch, SyncSwitchOptions
 from tests.unit.jobs import make_job

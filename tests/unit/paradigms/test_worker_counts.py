@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcsync.paradigms import Grant
+from hpcsync.paradigms.records import Grant
 from hpcsync.paradigms.worker_counts import Gate, WorkerCounts
 from tests.unit.paradigms.schedule import PROPERTY
 

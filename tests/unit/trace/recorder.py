@@ -12,8 +12,7 @@ import numpy as np
 
 from hpcsync.core.assignments import create_assignments, create_paradigm, decision_fields
 from hpcsync.core.coordinator import CancelCommand, UpdateCommand, coordinate
-from hpcsync.paradigms import Grant, PushInfo
-from hpcsync.paradigms.records import UNTIL
+from hpcsync.paradigms.records import UNTIL, Grant, PushInfo
 from hpcsync.trace.reader import Trace
 from hpcsync.trace.schema import FORMAT, FORMAT_VERSION, TABLES, Change, decisions_dtype
 from hpcsync.training.lr_schedule import EvaluationSchedule
