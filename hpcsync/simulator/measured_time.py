@@ -47,7 +47,7 @@ def updates_s(job: Job, n_updates: int) -> float:
     timed = Job.from_table(table)
     workload = check(timed)
     trace = _Times()
-    prepare(resolved(timed, workload), workload)(trace, lambda now_s, coordinator: None).run()
+    prepare(resolved(timed, workload), workload)(trace).run()
     return trace.now_s / trace.version
 
 

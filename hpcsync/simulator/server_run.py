@@ -88,16 +88,14 @@ class ServerSimulation(Simulation):
         self.coordinator = coordinate(job, paradigm, trace, NoDetector())
         self._n_pieces = job.n_pieces_of(0)  # of every worker
         self._transfers = cluster.transfers
-        self._shard_bytes = sum(cluster.shard_bytes)
-        self._encode_s = encode_s(job, self._shard_bytes)
+        read_bytes = sum(cluster.shard_bytes)
+        self._encode_s = encode_s(job, read_bytes)
         self._update_s = update_s(job, max(cluster.shard_bytes))  # per contribution
         self._arrived: deque[tuple[int, float]] = deque()  # push infos that wait for the servers: worker, end of put
         self._free_s = 0.0  # when the servers have made all updates so far
         first = create_assignments(job).first
         self._workers = [
-            _Worker(
-                device, WorkerMachine(worker, self._shard_bytes, estimator(job, worker, nominal_clock()), first[worker])
-            )
+            _Worker(device, WorkerMachine(worker, read_bytes, estimator(job, worker, nominal_clock()), first[worker]))
             for worker, device in enumerate(cluster.devices)
         ]
         self._numerics = (NoNumerics if workload.loss is None else Numerics)(job, workload)

@@ -17,7 +17,7 @@ from hpcsync.config.errors import JobError, below
 from hpcsync.config.job import Job
 from hpcsync.config.user_code import of_user
 from hpcsync.core.assignments import create_paradigm, decision_fields
-from hpcsync.core.coordinator import Coordinator, Recorder
+from hpcsync.core.coordinator import Coordinator
 from hpcsync.core.job_validation import check
 from hpcsync.core.peer_coordinator import PeerCoordinator
 from hpcsync.core.stanza_resolution import resolved
@@ -26,7 +26,7 @@ from hpcsync.run_dir import layout, lock
 from hpcsync.run_dir.progress_line import Progress
 from hpcsync.run_dir.scalar_log import ScalarLog
 from hpcsync.simulator import cluster, factory, peer_transfers, replayed_links
-from hpcsync.simulator.run import Simulation, Watch
+from hpcsync.simulator.run import Simulation
 from hpcsync.simulator.server_run import ServerSimulation
 from hpcsync.system.atomic_files import NotWritten
 from hpcsync.system.signals import SAVING, Interrupted, interrupt, on_signals
@@ -80,8 +80,8 @@ def simulate(job: Job, out: Path | None, console: Console, log: str | None = Non
     return status
 
 
-def prepare(job: Job, workload: Workload) -> Callable[[Recorder, Watch], Simulation]:
-    """Return a function that creates the simulation of a job from a recorder and a watch.
+def prepare(job: Job, workload: Workload) -> Callable[..., Simulation]:
+    """Return a function that creates the simulation of a job from a recorder, and a watch if there is one.
 
     Raises
     ------
@@ -97,7 +97,7 @@ def prepare(job: Job, workload: Workload) -> Callable[[Recorder, Watch], Simulat
 def _simulate(
     job: Job,
     workload: Workload,
-    begin: Callable[[Recorder, Watch], Simulation],
+    begin: Callable[..., Simulation],
     folder: Path,
     console: Console,
     log: str | None,

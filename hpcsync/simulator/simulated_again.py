@@ -47,7 +47,7 @@ def simulated_again(trace: Trace) -> list[Check]:
     given = recorded_job(trace)
     workload = check(given)
     job, rows = resolved(given, workload), KeptRows()
-    prepare(job, workload)(rows, lambda now_s, coordinator: None).run()
+    prepare(job, workload)(rows).run()
     dtypes = {**TABLES, "decisions": decisions_dtype(decision_fields(job))}
     n_rows, n_differ, wrong = 0, 0, ""
     for table in COMPARED:

@@ -423,9 +423,7 @@ def launch(
             _stop(process, STARTING_GRACE_S if suspends and not listening.exists() else grace_s)
         process_cleanup.kill(mark)
         if process.returncode:
-            process_cleanup.remove_segments(since_ns)
-            process_cleanup.remove_sessions(since_ns)
-            process_cleanup.remove_topologies(since_ns)
+            process_cleanup.remove_left(since_ns)
         n_heard, on_terminal = len(signums), os.isatty(1) and not under_launcher()  # Open MPI gives ranks a terminal
         written.end(stopped, on_terminal, lambda: len(signums) > n_heard)
         runs = tuple(dict.fromkeys(listener.folder for listener in listeners(listening)))

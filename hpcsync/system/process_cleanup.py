@@ -86,6 +86,13 @@ def kill(mark: str) -> None:
         time.sleep(0.02)
 
 
+def remove_left(since_ns: int) -> None:
+    """Remove the shared memory, folders and files that killed processes of a launch have left since a time."""
+    remove_segments(since_ns)
+    remove_sessions(since_ns)
+    remove_topologies(since_ns)
+
+
 def remove_segments(since_ns: int) -> None:
     """Remove the segments of shared memory that killed MPI processes of this user have left since a time.
 
@@ -222,9 +229,7 @@ def _guard(mark: str, since_ns: int) -> None:
     while find(mark) and time.monotonic() < deadline_s:
         time.sleep(0.05)
     kill(mark)
-    remove_segments(since_ns)
-    remove_sessions(since_ns)
-    remove_topologies(since_ns)
+    remove_left(since_ns)
     if will.argv:
         with contextlib.suppress(OSError):
             subprocess.run(will.argv, stdin=subprocess.DEVNULL, check=False)

@@ -69,7 +69,7 @@ def run(comm: Any, this: Job, folder: Any) -> tuple[Any, list[np.ndarray]]:
 
 def simulated(this: Job) -> np.ndarray:
     workload = check(this)
-    prepare(this, workload)(Nothing(), lambda now_s, coordinator: None).run()
+    prepare(this, workload)(Nothing()).run()
     return torch.cat([p.detach().flatten() for p in workload.model.parameters()]).numpy()
 
 

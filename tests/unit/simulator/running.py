@@ -57,7 +57,7 @@ def simulate(job: Job, path: Path, workload: Workload | None = None) -> Trace:
     begin = prepare(job, workload)
     attributes = provenance(job, engine="simulator", mpi_library=None, hosts=["virtual"])
     with TraceWriter(path, attributes, decision_fields(job)) as trace:
-        simulation = begin(trace, lambda now_s, coordinator: None)
+        simulation = begin(trace)
         trace.describe(getattr(simulation, "attributes", {}))
         simulation.run()
     return load(path)

@@ -61,7 +61,7 @@ class Run:
     def __init__(self, job: Job, training: Workload | None = None) -> None:
         self.workload = training or Workload(nn.Linear(1, 1), None, None, None)  # a placeholder without arithmetic
         self.trace = Recorder()
-        self.simulation: Any = prepare(job, self.workload)(self.trace, lambda now_s, _: None)
+        self.simulation: Any = prepare(job, self.workload)(self.trace)
         self.simulation.run()
 
     @property

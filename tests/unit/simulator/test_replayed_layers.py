@@ -112,5 +112,5 @@ def with_times(job, path):
 
 def updates_s(job):
     trace = Recorder()
-    prepare(job, build(job))(trace, lambda now_s, _: None).run()
+    prepare(job, build(job))(trace).run()
     return np.array(trace.array("updates")["now_s"])
