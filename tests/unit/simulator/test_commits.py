@@ -232,7 +232,9 @@ def test_a_search_begins_when_the_evaluated_loss_rises(tmp_path):
     assert (rows["controller"] == b"commits").sum() >= 2
     assert failed(trace) == []
     job = trace.attributes["job"].replace("loss_rise = 1e-06", "loss_rise = 1e9")
-    assert any("choose the best" in line for line in failed(replace(trace, attributes={**trace.attributes, "job": job})))
+    assert any(
+        "choose the best" in line for line in failed(replace(trace, attributes={**trace.attributes, "job": job}))
+    )
 
 
 AT_ONCE = "evaluations that are needed begin at once, or after the one before"
