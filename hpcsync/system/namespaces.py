@@ -168,7 +168,7 @@ class Hosts:
         return {"HPCSYNC_HOSTS": str(self._folder)}
 
     def run(
-        self, line: Sequence[str], cwd: Path, environ: Mapping[str, str], timeout_s: float = 110.0
+        self, line: Sequence[str], cwd: Path, environ: Mapping[str, str], timeout_s: float = 240.0
     ) -> subprocess.CompletedProcess[str]:
         """Run a program on head to its end. Raises subprocess.TimeoutExpired, the program killed."""
         return subprocess.run(

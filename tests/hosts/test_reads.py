@@ -26,7 +26,7 @@ def run(hosts: Hosts, n: int, folder: Path, *program: str, **more: str) -> subpr
     """A rank of this program on each of the first n hosts."""
     line = [*hosts.mpiexec(range(1, n + 1)), "-n", str(n), sys.executable, "-m", "mpi4py", *program]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "MPIEXEC": shlex.join(line), **more}
-    result = hosts.run(line, cwd=folder, environ=launcher.environment(environ), timeout_s=120)
+    result = hosts.run(line, cwd=folder, environ=launcher.environment(environ))
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
     return result
 

@@ -23,7 +23,7 @@ def test_no_sum_is_lost(hosts: Hosts, tmp_path: Path) -> None:
     out, script = tmp_path / "sums.json", Path(__file__).with_name("adding.py")
     line = [*hosts.mpiexec([1, 2], per_host=2), "-n", "3", sys.executable, "-m", "mpi4py", str(script), str(out)]
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "MPIEXEC": shlex.join(line)}
-    result = hosts.run(line, cwd=tmp_path, environ=launcher.environment(environ), timeout_s=120)
+    result = hosts.run(line, cwd=tmp_path, environ=launcher.environment(environ))
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
     sums = json.loads(out.read_text())
     for whose in ("one of each host", "all"):

@@ -78,13 +78,17 @@ class Program:
         needle = f"{MARK}={self._mark}".encode()
         return list(_processes(pid for pid, environ in _environments() if needle in environ))
 
-    def rank(self, rank: int) -> psutil.Process:
-        """The process that is this rank."""
+    def ranks(self, rank: int) -> list[psutil.Process]:
+        """The process that is this rank, once it has been started and until it ends."""
         needles = {f"{name}={rank}".encode() for name in RANK_VARIABLES}
         own = f"{MARK}={self._mark}".encode()
         pids = [pid for pid, environ in _environments() if own in environ and needles & set(environ)]
         ranks = [process for process in _processes(pids) if "python" in process.name()]
-        ranks = [process for process in ranks if process.ppid() not in pids]  # not what the rank has started
+        return [process for process in ranks if process.ppid() not in pids]  # not what the rank has started
+
+    def rank(self, rank: int) -> psutil.Process:
+        """The process that is this rank."""
+        ranks = self.ranks(rank)
         assert len(ranks) == 1, f"rank {rank}: {ranks}"
         return ranks[0]
 

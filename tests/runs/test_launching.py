@@ -134,7 +134,7 @@ world = MPI.COMM_WORLD
 ended = None
 if world.rank == 0:
     with open(os.devnull, "wb") as output:
-        ended = launcher.launch(2, ["python", "-c", {CRASH!r}], timeout_s=30, output=output)
+        ended = launcher.launch(2, ["python", "-c", {CRASH!r}], timeout_s=100, output=output)
 ended = world.bcast(ended)
 os.write(1, f"rank {{ended.status not in (0, launcher.TIMED_OUT)}}{{chr(10)}}".encode())
 """
@@ -179,7 +179,7 @@ def launching(n: int, *arguments: str) -> list[str]:
         "-n",
         str(n),
         "--timeout",
-        "90",
+        "240",
         "--",
         "python",
         *arguments,

@@ -297,7 +297,7 @@ def test_a_rank_that_dies_before_mpi_knows_it_ends_the_run(tmp_path: Path) -> No
     """The others would wait for it within MPI_Init."""
     folder = write_job(tmp_path / "job", "bsp", workers=2)
     with started(hpcsync("run", "job.toml", "--out", "out"), folder) as program:
-        program.wait_for(lambda it: "loading libraries" in it.out)
+        program.wait_for(lambda it: "loading libraries" in it.out and bool(it.ranks(2)))  # rank 0 says so
         program.rank(2).send_signal(signal.SIGKILL)
         begin_s = time.monotonic()
         assert program.status == 1

@@ -22,15 +22,15 @@ def test_ranks_of_one_host_agree_on_the_time(comm):
     assert max(readings) - min(readings) <= max(comm.allgather(slack_s))
 
 
-def test_a_clock_that_is_wrong_by_seconds_is_put_right(comm, monkeypatch):
-    """The negative control of the test above: without the exchange, these ranks would be seconds apart."""
-    wrong_by_s = 5.0 * comm.rank
+def test_a_clock_that_is_wrong_is_put_right(comm, monkeypatch):
+    """The negative control of the test above: without the exchange, these ranks would be a minute apart."""
+    wrong_by_s = 60.0 * comm.rank
     real = time.perf_counter
     monkeypatch.setattr(time, "perf_counter", lambda: real() + wrong_by_s)
     clock = Clock(comm)
     assert abs(clock.offset_s + wrong_by_s) <= clock.uncertainty_s + 1e-9
     readings = comm.allgather(clock.now())
-    assert max(readings) - min(readings) < 2.5
+    assert max(readings) - min(readings) < 30
 
 
 def test_a_wall_clock_that_steps_back_and_forth_changes_nothing(comm, needs, folder, monkeypatch):
