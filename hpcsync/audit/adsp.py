@@ -202,9 +202,8 @@ class _CommitAccount:
         self.iters[worker] += 1
 
     def _see_trial(self, now_s: float) -> None:
-        """Add the points at the start and in the middle of the trial."""
-        if len(self.points) < 2:
-            self._sample(now_s, len(self.points) * self.paradigm.check_period_s / 2)
+        """Add the points at the start and in the middle of the trial; the third comes at its end, when all stop."""
+        self._sample(now_s, len(self.points) * self.paradigm.check_period_s / 2)
 
     def _check(self, now_s: float) -> None:
         """Carry out the check that was due before this push, if any, and begin a search if one is due."""

@@ -305,9 +305,8 @@ class ADSP(Paradigm):
         return self._period_s
 
     def _see_trial(self) -> None:
-        """Record the points at the start of the trial and in its middle."""
-        if len(self._points) < 2:
-            self._sample(len(self._points) * self._period_s / 2)
+        """Record the points at the start of the trial and in its middle; the third comes at its end, when all stop."""
+        self._sample(len(self._points) * self._period_s / 2)
 
     def _sample(self, from_s: float) -> None:
         """Record a point of the trial if the trial is at least `from_s` old and a loss is known (c)."""

@@ -118,7 +118,7 @@ class SyncSwitch(Paradigm):
         momentum: float | None = None,
     ) -> None:
         super().__init__(n_workers)
-        if not (is_number(samples) or samples == math.inf) or samples < 0:
+        if not is_number(samples) or samples < 0:
             raise ValueError(f"samples must be a number >= 0 or inf, got {samples}")
         if plateau is not None and not (is_number(plateau) and 0 < plateau < 1):
             raise ValueError(f"plateau must be a number > 0 and < 1, got {plateau}")

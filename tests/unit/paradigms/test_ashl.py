@@ -616,9 +616,11 @@ def test_without_a_gate_and_a_preset_no_worker_blocks():
         ({"staleness": 1.5}, "staleness .* got 1.5"),
         ({"ratio_coarse": 0.0}, "ratio_coarse must be a number > 0 and <= 1, or None, got 0.0"),
         ({"ratio_fine": 1.1}, "ratio_fine .* got 1.1"),
+        ({"ratio_fine": True}, "ratio_fine .* got True"),
         ({"ratio_fine": None}, "must both be given or both be None, got 0.05 and None"),
         ({"loss_preset": NAN}, "loss_preset .* got nan"),
         ({"loss_preset": "low"}, "loss_preset .* got low"),
+        ({"loss_preset": True}, "loss_preset .* got True"),
         ({"plateau": 0.0}, "plateau must be a number > 0 and < 1, got 0.0"),
         ({"plateau": NAN}, "plateau .* got nan"),
         ({"loss": "global"}, "loss must be one of commits, evaluation, got 'global'"),
@@ -631,3 +633,8 @@ def test_without_a_gate_and_a_preset_no_worker_blocks():
 def test_values_that_are_not_allowed_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         create("ashl", 3, **options)
+
+
+def test_values_at_their_limits_are_allowed():
+    limits = {"steps_coarse": 1, "steps_fine": 1, "ratio_coarse": 1.0, "ratio_fine": 1, "warmup": 0, "profiled": 2}
+    assert create("ashl", 1, **limits, staleness=0).first(0).local_steps == 1

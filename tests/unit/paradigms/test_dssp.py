@@ -1,6 +1,7 @@
 """DSSP: the controller, each settled ambiguity, the bounds, and an independent implementation of the algorithms."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 from hypothesis import given
@@ -411,6 +412,15 @@ def test_check_sees_credits_out_of_order(worker, credits, message):
     paradigm.check()
     paradigm._credits[worker] = credits
     with pytest.raises(AssertionError, match=message):
+        paradigm.check()
+
+
+@pytest.mark.parametrize(("mode", "sees"), [("bounded", True), ("paper", False)])
+def test_check_sees_a_lead_above_the_largest_bound_where_there_is_one(mode, sees):
+    paradigm = dssp(2, 0, 1, mode)
+    for _ in range(2):
+        paradigm._progress.push(0)
+    with pytest.raises(AssertionError, match="worker 0 has started at lead 2") if sees else nullcontext():
         paradigm.check()
 
 

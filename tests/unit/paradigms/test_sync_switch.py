@@ -224,6 +224,16 @@ def test_a_worker_that_left_before_the_switch_joins_after_it(second):
     paradigm.check()
 
 
+def test_decisions_of_the_second_paradigm_leave_the_columns_of_the_switch_open():
+    paradigm = switching(3, "dssp")
+    decisions = [action for _, actions in played(paradigm) for action in actions if isinstance(action, Decision)]
+    assert len({decision.controller for decision in decisions}) == 2
+    for decision in decisions:
+        own = len(SyncSwitch.decision_fields)
+        assert len(decision.inputs) == len(paradigm.decision_fields)
+        assert decision.controller == "switch" or all(map(math.isnan, decision.inputs[:own]))
+
+
 class ForgetsWhoLeft(SyncSwitch):
     def _switch(self, worker):
         before, self._progress.active = self._progress.active, set(range(self.n_workers))
@@ -342,6 +352,15 @@ def test_a_share_needs_the_samples_of_the_run():
     make_job(paradigm={"name": "sync-switch", "plateau": 0.1})
 
 
+def test_a_worker_that_joins_while_its_contribution_waits_is_blocked():
+    paradigm = switching(2)
+    for event in (PushInfo(1.0, 0, batch_size=BATCH, loss=1.0), Left(2.0, 0), Joined(3.0, 0)):
+        assert paradigm.handle(event) == []
+        paradigm.check()
+    grants = [a for a in paradigm.handle(PushInfo(4.0, 1, batch_size=BATCH, loss=1.0)) if isinstance(a, Grant)]
+    assert {grant.worker: grant.held_s for grant in grants} == {0: 1.0, 1: 0.0}
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
@@ -350,11 +369,18 @@ def test_a_share_needs_the_samples_of_the_run():
         ({"plateau": 1.0}, "plateau must be a number > 0 and < 1, got 1.0"),
         ({"window": 0}, "window must be an integer >= 1, got 0"),
         ({"momentum": 1.0}, "momentum must be a number >= 0 and < 1, got 1.0"),
+        ({"momentum": False}, "momentum must be a number >= 0 and < 1, got False"),
     ],
 )
 def test_the_policy_refuses_values_that_make_no_sense(keys, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         create("sync-switch", 2, **{"samples": 1, **keys})
+
+
+def test_the_policy_allows_values_at_their_limits():
+    paradigm = switching(1, samples=0, plateau=0.5, window=1, momentum=0.0)
+    _, decision, _ = paradigm.handle(PushInfo(1.0, 0, batch_size=BATCH, loss=1.0))
+    assert decision.chosen == BATCH and decision.inputs[2] == 0.0
 
 
 def test_the_names_of_the_declaration():
