@@ -447,7 +447,7 @@ def _refuse(job: Job, *, measured: bool) -> None:
     if job.cluster.compute is None and job.cluster.times_from is None and not measured:
         raise JobError("cluster.compute: missing; give it, or the times of a run (--from RUN)")
     stop = job.stop
-    if stop.target_accuracy is None and stop.target_loss is None:
+    if not stop.targets:
         raise JobError("stop: must have target_accuracy or target_loss for an advice: the time to it is compared")
     if (stop.samples, stop.updates, stop.seconds) == (None, None, None):
         raise JobError("stop: must have samples, updates or seconds for an advice: a limit for what never arrives")

@@ -76,10 +76,14 @@ class Stop(Table):
         return min(max(shares), 1.0) if shares else math.nan
 
     @property
+    def targets(self) -> dict[str, float]:
+        """Targets that are given, by key."""
+        return {key: value for key in ("target_accuracy", "target_loss") if (value := getattr(self, key)) is not None}
+
+    @property
     def target(self) -> str | None:
         """The targets in words, of which either ends the run; None without one."""
-        targets = (("accuracy", self.target_accuracy), ("loss", self.target_loss))
-        return " or ".join(f"{name} {value:g}" for name, value in targets if value is not None) or None
+        return " or ".join(f"{key.removeprefix('target_')} {value:g}" for key, value in self.targets.items()) or None
 
     def satisfied(self, loss: float, accuracy: float) -> bool:
         """Return True if an evaluation with this result reaches a target."""
@@ -310,11 +314,9 @@ class Job(Table):
 
     @model_validator(mode="after")
     def _targets_are_looked_for(self) -> Self:
-        targets = [key for key in ("target_accuracy", "target_loss") if getattr(self.stop, key) is not None]
-        if targets and self.evaluation.every_samples == 0:
-            raise JobError(
-                f"evaluation.every_samples = 0: must be at least 1, to find stop.{targets[0]} during the run"
-            )
+        if self.stop.targets and self.evaluation.every_samples == 0:
+            first, *_ = self.stop.targets
+            raise JobError(f"evaluation.every_samples = 0: must be at least 1, to find stop.{first} during the run")
         return self
 
     @model_validator(mode="after")
@@ -469,9 +471,8 @@ def used(job: Job) -> dict[str, Any]:
 
 def refuse_unevaluated(job: Job, reason: str) -> None:
     """Raise JobError if the job has a key that needs evaluations, with the reason why there are none."""
-    for key in ("target_accuracy", "target_loss"):
-        if (target := getattr(job.stop, key)) is not None:
-            raise JobError(f"stop.{key} = {target}: {reason}")
+    for key, target in job.stop.targets.items():
+        raise JobError(f"stop.{key} = {target}: {reason}")
     if job.paradigm.uses_evaluations:
         raise JobError(f'paradigm.loss = "evaluation": {reason}')
 
