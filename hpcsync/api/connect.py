@@ -35,7 +35,7 @@ from hpcsync.system.process_cleanup import unlink_attached
 from hpcsync.training.buffers import Calibrate
 from hpcsync.training.flat_model import device_of
 from hpcsync.training.optimizers import OptimizerSpec
-from hpcsync.training.script_optimizers import REFUSED, describe, holds_another, parameters_of, unwrapped
+from hpcsync.training.script_optimizers import REFUSED, describe, holds_another, is_number, parameters_of, unwrapped
 from hpcsync.workloads.registry import Evaluate
 
 if TYPE_CHECKING:
@@ -583,6 +583,10 @@ def _parameters(optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Mod
             refused = torch.optim.LBFGS  # another like it
         if refused is not None:
             raise JobError(f"optimizer {type(optimizer).__name__}: must be one without {REFUSED[refused]}")
+        if not all(is_number(group.get("lr")) for group in optimizer.param_groups):
+            raise JobError(
+                f"optimizer {type(optimizer).__name__}: must have a learning rate (lr), a number, in each of its groups"
+            )
     given = [*parameters_of(*optimizers)]
     own = {id(p) for p in model.parameters()}
     if any(id(p) not in own for p in given):

@@ -158,6 +158,8 @@ class Job(Table):
         for key in ("clip_norm", "groups"):
             if getattr(self.optimizer, key) is not None and not isinstance(self.workload, Script):
                 raise JobError(f"optimizer.{key}: must be left out: only a training script has it (`hpcsync.connect`)")
+        if self.optimizer.lr == 0 and not isinstance(self.workload, Script):  # a script may set its rates in the loop
+            raise JobError("optimizer.lr = 0: must be greater than 0")
         return self
 
     @model_validator(mode="after")

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, ValidationInfo, field_validator
 
-from hpcsync.config.base import Count, Positive, Table
+from hpcsync.config.base import Count, NotNegative, Positive, Table
 
 INCREASING = "a list of whole numbers of at least 1, each greater than the one before"
 
@@ -55,7 +55,7 @@ class Optimizer(Table):
     name
         Lower-case name of the class.
     lr
-        Initial learning rate.
+        Initial learning rate; 0 only of a training script, which may set it in its loop.
     lr_clock
         Unit of the schedule.
     async_lr_scale
@@ -71,7 +71,7 @@ class Optimizer(Table):
     model_config = ConfigDict(extra="allow")
 
     name: str = Field(description='the lower-case name of a torch.optim class, such as "sgd"')
-    lr: Positive = Field(description="a number greater than 0")
+    lr: NotNegative = Field(description="a number greater than 0")
     lr_clock: Literal["samples", "updates"] = "samples"
     async_lr_scale: float | Literal["1/workers"] = 1.0
     schedule: Schedule | None = None

@@ -337,9 +337,9 @@ def _plain(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str,
         value = group.get("initial_lr", group[key]) if key == "lr" else group[key]  # a scheduler may begin at 0
         if isinstance(value, bool | str):
             kept[key] = value
-        elif _is_number(value):
+        elif is_number(value):
             kept[key] = int(value) if isinstance(value, int) else float(value)
-        elif isinstance(value, tuple | list) and all(map(_is_number, value)):
+        elif isinstance(value, tuple | list) and all(map(is_number, value)):
             kept[key] = [*map(float, value)]
     return dict(sorted(kept.items()))
 
@@ -353,13 +353,14 @@ def _numbers(index: int, optimizer: torch.optim.Optimizer) -> Iterator[Number]:
     for at, group in enumerate(optimizer.param_groups):
         for key in sorted(optimizer.defaults.keys() & group.keys()):  # a scheduler adds keys of its own
             value = group[key]
-            if isinstance(value, tuple | list) and all(map(_is_number, value)):
+            if isinstance(value, tuple | list) and all(map(is_number, value)):
                 yield Number(index, at, key, len(value))
-            elif _is_number(value):
+            elif is_number(value):
                 yield Number(index, at, key, 0)
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Return whether an option is a number, or a tensor of one."""
     return not isinstance(value, bool) and (
         isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
     )
@@ -748,7 +749,7 @@ def _values(group: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: value.item() if isinstance(value, torch.Tensor) else value
         for key, value in group.items()
-        if value is None or isinstance(value, bool) or _is_number(value)
+        if value is None or isinstance(value, bool) or is_number(value)
     }
 
 

@@ -296,6 +296,17 @@ def test_refused_settings(model, make, settings, message):
     assert "\n" not in str(caught.value)
 
 
+def test_a_rate_that_the_loop_sets_may_be_0_at_first_but_not_be_missing(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    connect(model, optimizer)
+    for lr in (None, "auto"):
+        optimizer.param_groups[0]["lr"] = lr
+        with pytest.raises(
+            JobError, match=r"^optimizer SGD: must have a learning rate \(lr\), a number, in each of its gr"
+        ):
+            connect(model, optimizer)
+
+
 def test_what_is_no_model_is_refused(model):
     for given in (sgd(model), torch.nn.Linear, {"net": model}, [model, sgd(model)]):
         with pytest.raises(JobError, match="^model: must be a torch Module or a list of them, not (SGD|type|dict)$"):
