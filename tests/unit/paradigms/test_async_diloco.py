@@ -12,6 +12,7 @@ from hpcsync.config.errors import JobError
 from hpcsync.paradigms import create
 from hpcsync.paradigms.async_diloco import AsyncDiLoCo
 from hpcsync.paradigms.events import Apply, Decision, Elapsed, Grant, Joined, Left, PushInfo
+from hpcsync.paradigms.records import Problem
 from tests.unit.jobs import make_job
 from tests.unit.paradigms.schedule import PROPERTY, Schedule, fixed, run, schedules
 
@@ -197,12 +198,19 @@ def test_a_lone_contribution_weighs_1_however_small():
     assert updates(policy.handle(push(2.0, 1, samples=300))) == [Apply((1,))]
 
 
+def test_contributions_with_a_problem_weigh_nothing_and_are_not_in_the_mean():
+    policy = paradigm(3, quorum=3)
+    policy.handle(push(1.0, 0, samples=90)._replace(problem=Problem.SKIPPED))
+    policy.handle(push(2.0, 1, samples=10))
+    assert updates(policy.handle(push(3.0, 2, samples=30))) == [Apply((0, 1, 2), (0.0, 0.5, 1.5))]
+
+
 # ---- local steps by speed ----
 
 
 def test_all_workers_begin_with_one_step_and_continue_in_proportion_to_their_speed():
     policy = paradigm(3, steps=12)
-    assert {policy.first(worker).local_steps for worker in range(3)} == {1}
+    assert [policy.first(worker) for worker in range(3)] == [Grant(worker, 1, local_steps=1) for worker in range(3)]
     assert granted(policy.handle(push(1.0, 0, steps=1, step_s=0.1))) == {0: 12}
     actions = policy.handle(push(2.0, 1, steps=1, step_s=0.3))
     assert granted(actions) == {1: 4}
@@ -327,6 +335,7 @@ def test_mistakes_in_a_job(options, message):
 )
 def test_the_momentum_is_used_once_for_all_workers(options, period):
     assert job(**options).paradigm.outer(4) == (0.9, period, 0.0)
+    assert job(**options, momentum_between=1 / period).paradigm.outer(4) == (0.9, period, 1 / period)
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,7 @@ def test_a_push_before_a_departure_stays_in_its_round(name):
     paradigm = create(name, 3, k=2)
     script(paradigm, 2)
     assert paradigm.handle(Left(2.0, 2)) == []
+    paradigm.check()
     assert brief(paradigm.handle(PushInfo(3.0, 0))) == [Apply((0, 2)), ("grant", 0)]
 
 
