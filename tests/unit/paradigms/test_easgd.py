@@ -3,10 +3,12 @@
 import pytest
 from hypothesis import given
 
+from hpcsync.config.errors import JobError
 from hpcsync.paradigms import create
 from hpcsync.paradigms.bsp import BSP
 from hpcsync.paradigms.easgd import EasgdOptions
 from hpcsync.paradigms.events import Apply, Grant, Left, PushInfo
+from tests.unit.jobs import make_job
 from tests.unit.paradigms.schedule import PROPERTY, Schedule, run, schedules
 
 FORMS = {False: "asp", True: "bsp"}
@@ -65,3 +67,12 @@ def test_the_referee_sees_workers_that_read_their_own_contributions():
 def test_the_moving_rate_is_alpha_or_beta_over_the_number_of_workers(n_workers):
     for options, rate in (({}, 0.9 / n_workers), ({"beta": 0.4}, 0.4 / n_workers), ({"alpha": 0.3}, 0.3)):
         assert EasgdOptions(**options).moving_rate(n_workers) == rate
+
+
+@pytest.mark.parametrize(("synchronous", "most"), [(False, 1.0), (True, 2 / 4)])
+def test_the_largest_rate_is_allowed_and_no_larger_one(synchronous, most):
+    options = {"name": "easgd", "synchronous": synchronous}
+    make_job(paradigm={**options, "alpha": most}, cluster={"workers": 3})
+    for rate in ({"alpha": 1.001 * most}, {"beta": 1.001 * 3 * most}):
+        with pytest.raises(JobError, match="must be at most"):
+            make_job(paradigm={**options, **rate}, cluster={"workers": 3})

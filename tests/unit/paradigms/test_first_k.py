@@ -89,6 +89,13 @@ def test_a_worker_that_computes_from_an_old_version_is_cancelled_once():
     ]
 
 
+def test_a_worker_that_has_left_is_not_cancelled():
+    paradigm = create("k-sync", 3, k=1, cancel="abort")
+    paradigm.handle(Left(1.0, 2))
+    paradigm.check()
+    assert [action.worker for action in paradigm.handle(PushInfo(2.0, 0)) if isinstance(action, Cancel)] == [1]
+
+
 def test_a_stale_contribution_weighs_less():
     assert script(create("k-batch-async", 2, k=2, staleness_weight="inverse"), *[0] * 6, 1, 0)[6:] == [
         [Accumulate(1, 1 / 3), ("grant", 1)],
