@@ -283,7 +283,7 @@ def examined(trial: Trial, folder: Path, place: Place, *, resumes: bool, gone_li
         wait(lambda: not place.segments() - memory, gone_limit_s)
         if gone_s > (limit_s if trial.ends else gone_limit_s):
             wrong.append(f"gone after {gone_s:.1f} s, while a core was {slowness():.1f} times slower than alone")
-        if moment.endswith("too late") and program.process.returncode:
+        if moment.endswith("too late") and program.process.returncode and not trial.disk:
             wrong.append("ended by itself")
         if left := program.left():
             wrong.append(f"processes left: {[' '.join(p.cmdline())[:80] for p in left]}")
