@@ -386,7 +386,7 @@ def join(
         shared = comm.allreduce((folder / layout.JOB).is_file(), MPI.LAND)
     checkpoints = Checkpoints(folder, job.checkpoint.keep, before.checkpoint if before else None, shared)
     if comm.rank == 0:
-        lines = [*placement.lines(), *_checkpoint_lines(checkpoints)]
+        lines = [*placement.lines(), *_checkpoint_lines(checkpoints), *_optimizer_lines(job, optimizer)]
         print(*(f"{line}\n" for line in lines), sep="", end="", flush=True)
     try:
         with aborting(comm, but=(MemoryUnreachable, JobError)):
@@ -557,6 +557,18 @@ def _checkpoint_lines(checkpoints: Checkpoints) -> Iterator[str]:
         yield f"resuming from {checkpoints.resumed}"
     if not checkpoints.shared:
         yield f"no checkpoints: {checkpoints.folder} is not visible on every host"
+
+
+def _optimizer_lines(job: Job, optimizer: OptimizerSpec | Sequence[torch.optim.Optimizer]) -> Iterator[str]:
+    n_servers = job.cluster.servers
+    if n_servers < 2 or job.paradigm.steps_on_workers or isinstance(optimizer, OptimizerSpec):
+        return
+    for kind in dict.fromkeys(map(type, optimizer)):
+        if not kind.__module__.startswith("torch."):  # those of torch compute with each parameter by itself
+            yield (
+                f"optimizer {kind.__name__}: each of {n_servers} servers steps its own parameters; "
+                "one that computes with all parameters together needs one server"
+            )
 
 
 def _listed(given: Any, kind: type[T], name: str) -> list[T]:

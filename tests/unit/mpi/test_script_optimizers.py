@@ -519,6 +519,9 @@ def test_after_the_run_the_optimizer_has_its_state(comm, needs, folder, servers,
                 optimizer.state_dict()
                 with pytest.raises(RuntimeError, match="load it before connect"):
                     optimizer.load_state_dict({})
+    if comm.rank == 0:
+        is_told = "optimizer Counting: each of 2 servers steps its own parameters" in capsys.readouterr().out
+        assert is_told == (make is counting and servers == 2)
     twin = Net().double()
     theirs = make(twin)
     of_workers = [
