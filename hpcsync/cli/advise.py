@@ -156,11 +156,10 @@ class _Adviser:
         self._begin_s = time.monotonic()
         if self._asked.budget_s is not None:
             self._trials.until_s = self._begin_s + self._asked.budget_s / max(1, len(self._asked.workers))
-        limit_s, iteration_s, self._link_share = self._limit_s()
-        field = self._field(limit_s, iteration_s)
         layout.refuse_taken(self._out)
         with layout.claimed(self._out):
-            return self._carry_out(field, limit_s)
+            limit_s, iteration_s, self._link_share = self._limit_s()
+            return self._carry_out(self._field(limit_s, iteration_s), limit_s)
 
     def _carry_out(self, field: Sequence[Trained], limit_s: float) -> int:
         """Try these candidates, in runs of `limit_s` virtual seconds at most."""

@@ -473,8 +473,8 @@ def used(job: Job) -> dict[str, Any]:
 
 def refuse_unevaluated(job: Job, reason: str) -> None:
     """Raise JobError if the job has a key that needs evaluations, with the reason why there are none."""
-    for key, target in job.stop.targets.items():
-        raise JobError(f"stop.{key} = {target}: {reason}")
+    if targets := [f"stop.{key} = {target}" for key, target in job.stop.targets.items()]:
+        raise JobError(f"{targets[0]}: {reason}")
     if job.paradigm.uses_evaluations:
         raise JobError(f'paradigm.loss = "evaluation": {reason}')
 

@@ -47,7 +47,10 @@ def refuse_missing(job: Job) -> None:
     if found is None:
         raise not_importable(job.workload.name, f"No module named {module!r}")
     if found.name == module and found.origin is not None and found.origin.endswith(".py"):
-        source = Path(found.origin).read_text(encoding="utf-8", errors="replace")
+        try:
+            source = Path(found.origin).read_text(encoding="utf-8", errors="replace")
+        except OSError:  # such as in a zip archive
+            return
         if not re.search(rf"\b{function}\b|{ADDING_NAMES}", source):
             raise not_importable(job.workload.name, f"module {module!r} has no attribute {function!r}")
 

@@ -29,7 +29,8 @@ FORMAT = "hpcsync checkpoint"
 FORMAT_VERSION = 7  # raise it with every change of what a checkpoint holds: tests/unit/run_dir/checkpoint_format.txt
 # Fields that version 3 lacks have their defaults (`later_fields` of their records); 3 and 4 hold all workers' slots.
 # Up to 5 they hold the numbers of a script's optimizers, and not the step that it was to make.
-# Up to 6 they hold the sum of the batches that a worker has used, and not those and the epochs of each of its loaders.
+# Up to 6 they hold the sum of the batches that a worker has used, and not those and the epochs of each of its loaders;
+# and nothing that the steps of a script's optimizers have changed in their groups.
 READABLE_VERSIONS = (3, 4, 5, 6, 7)
 
 MANIFEST = "manifest.json"

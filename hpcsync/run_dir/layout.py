@@ -86,13 +86,14 @@ def create_folder(folder: Path) -> None:
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
-    """Lock the folder of several runs for this process; create it if it is missing.
+    """Lock the folder of several runs for this process; a folder that is created is deleted again if it is left empty.
 
     Raises
     ------
     JobError
         If another process has locked it, or it cannot be written.
     """
+    is_new = not folder.exists()
     create_folder(folder)
     with _as_job_error(folder):
         lock.hold(folder)
@@ -100,6 +101,9 @@ def claimed(folder: Path) -> Iterator[None]:
         yield
     finally:
         lock.release(folder)
+        with suppress(OSError):
+            if is_new:
+                folder.rmdir()  # if it is empty
 
 
 def refuse_taken(folder: Path) -> None:

@@ -10,8 +10,8 @@ left alone by torch's optimizers, and so it is by a server. A statement is a flo
 
     the numbers of group 0, 1, ... of all optimizers | 1 or 0 for each parameter
 
-What an optimizer's own step changes in its groups, such as a count of steps or an estimated rate, is kept where the
-step is made: it is neither taken over from statements nor lost in a checkpoint.
+What an optimizer's own step changes in its groups besides `lr`, such as a count of steps or an estimated distance, is
+kept where the step is made: it is neither taken over from statements nor lost in a checkpoint.
 
 Shards are cut only between parameters, or at multiples of `CUT` elements from the begin of a parameter. Vectorised
 loops then handle every element as they would in the whole parameter, so the number of servers does not change a bit. An
@@ -188,14 +188,18 @@ class ScriptOptimizers:
     @contextmanager
     def own_step(self, index: int, optimizer: torch.optim.Optimizer, lr: float) -> Iterator[None]:
         """Let an optimizer, or its twin, step with its rates times `lr`; note what the step changes in its groups."""
-        before = [_values(group) for group in optimizer.param_groups]
+        before = [_marks(group) for group in optimizer.param_groups]
+        held = [
+            [*group.values()] for group in optimizer.param_groups
+        ]  # so that no new tensor has the id of one of these
         with scaled_rates(optimizer, lr):
             yield
+        del held
         for keys, group, then in zip(self.own_keys[index], optimizer.param_groups, before, strict=False):
-            keys.update(key for key, value in _values(group).items() if key not in then or not same(then[key], value))
+            keys.update(key for key, mark in _marks(group).items() if mark != then.get(key))
 
     def keep_in_groups(self, kept: KeptInGroups) -> None:
-        """Let the optimizers keep in their groups what those of a server have kept (`PieceOptimizer`)."""
+        """Let the optimizers keep in their groups what those of a server have kept, if they have stepped there."""
         _keep_in_groups(self.optimizers, self.own_keys, kept)
 
     def digest(self) -> int:
@@ -441,7 +445,10 @@ class _Keeping(Stateful):
         """What the optimizers' own steps have changed in their groups."""
         return [
             [
-                {key: _values(group)[key] for key in sorted(keys)}
+                {
+                    key: group[key].item() if isinstance(group[key], torch.Tensor) else group[key]
+                    for key in sorted(keys & _marks(group).keys())
+                }
                 for group, keys in zip(each.param_groups, own, strict=False)
             ]
             for each, own in zip(self.optimizers, self._script.own_keys, strict=True)
@@ -744,12 +751,15 @@ def _set_numbers(
         at += n
 
 
-def _values(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the single values of a group: numbers, as Python's, True, False and None."""
+def _marks(group: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """Return what tells whether the numbers, bools and Nones of a group, besides its rate, have changed.
+
+    A tensor is not read, for which a GPU would have to be waited for.
+    """
     return {
-        key: value.item() if isinstance(value, torch.Tensor) else value
+        key: (id(value), value._version) if isinstance(value, torch.Tensor) else (value,)
         for key, value in group.items()
-        if value is None or isinstance(value, bool) or is_number(value)
+        if key != "lr" and (value is None or isinstance(value, bool) or is_number(value))
     }
 
 
@@ -757,7 +767,7 @@ def _keep_in_groups(
     optimizers: Sequence[torch.optim.Optimizer], own_keys: Sequence[Sequence[set[str]]], kept: KeptInGroups
 ) -> None:
     for optimizer, of_groups, values in zip(optimizers, own_keys, kept, strict=False):
-        for group, keys, own in zip(optimizer.param_groups, of_groups, values, strict=True):
+        for group, keys, own in zip(optimizer.param_groups, of_groups, values, strict=False):
             keys.update(own)
             for key, value in own.items():
                 if isinstance(before := group.get(key), torch.Tensor) and value is not None:

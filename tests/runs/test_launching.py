@@ -179,7 +179,7 @@ def launching(n: int, *arguments: str) -> list[str]:
         "-n",
         str(n),
         "--timeout",
-        "240",
+        "200",
         "--",
         "python",
         *arguments,

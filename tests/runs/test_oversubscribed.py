@@ -18,7 +18,7 @@ JOB = Path(__file__).parents[2] / "jobs" / "oversubscribed.toml"
 WORKERS = min(8, 2 * (os.cpu_count() or 1) + 1)
 
 
-@pytest.mark.flaky(reruns=3)  # a rank that pauses in a run of two seconds
+@pytest.mark.flaky(reruns=3, only_rerun="nobody starves")  # a rank that pauses in a run of two seconds
 def test_many_more_ranks_than_cores_finish(tmp_path: Path) -> None:
     """How fast they are is not for a test on a machine that others use too; the job file says how to see it."""
     settings = ("--set", f"cluster.workers={WORKERS}", "--set", "stop.updates=160")

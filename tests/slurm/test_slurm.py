@@ -88,7 +88,7 @@ class Place:
 
     def end_once_restarted(self, job: str, name: str, paradigm: str) -> int:
         """Let an endless run, when it is resumed, end after so many updates."""
-        updates = 20 * max(self.saved(job)) + 300
+        updates = 20 * max(self.saved(job)) + 600
         self.job(name, paradigm, updates=updates)
         return updates
 

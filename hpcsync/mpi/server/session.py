@@ -90,13 +90,14 @@ class LinkedSession(RankSession):
         if self._script is None or self._job.paradigm.steps_on_workers:
             return
         own = [] if self._pieces is None else self._pieces.kept_pieces()
+        in_groups = None if self._pieces is None else self._pieces.kept_in_groups
         for server in range(self._roles.n_servers):
             for i in range(comm.bcast(len(own), server)):  # one by one: together they may be too large for a message
                 self._script.adopt([comm.bcast(own[i] if comm.rank == server else None, server)])
+            self._script.keep_in_groups(comm.bcast(in_groups, server))
         stated = comm.bcast(self._script.step_to_make().numbers, comm.size - 1)  # the last rank is a worker
         if self.worker is None:
             self._script.set_numbers(stated)
-        self._script.keep_in_groups(comm.bcast(None if self._pieces is None else self._pieces.kept_in_groups, 0))
 
 
 class FollowerSession(LinkedSession):

@@ -117,11 +117,13 @@ def test_the_same_command_simulates_nothing_again_and_says_the_same(job, tmp_pat
 
 
 def test_a_folder_in_which_another_advice_is_computed_is_refused(job, tmp_path):
+    measured = jobs.load(job, ["paradigm.name='bsp'", "stop={updates=60}"])
+    assert simulate(measured, tmp_path / "run", Console(quiet=True)) == 0
     out, n = tmp_path / "out", Inline.n
     out.mkdir()
     others = lock.take(out / lock.NAME, lock.this_process())
     with pytest.raises(JobError, match=r"^out .*out: must not be the folder of a run that is under way: process "):
-        main(job, Asked(paradigms=("bsp", "asp"), out=out))
+        main(job, Asked(tmp_path / "run", ("bsp", "asp"), out=out))
     others.release()
     assert (Inline.n, list(out.iterdir())) == (n, [])
 

@@ -748,6 +748,24 @@ def test_two_models_with_two_optimizers(comm, needs, folder, paradigm):
         assert len(load(folder / "run" / "trace.h5").tables["updates"]) == 2 * STEPS
 
 
+@pytest.mark.parametrize("servers", [1, 2])
+def test_each_of_two_optimizers_has_what_its_servers_have_kept_in_its_groups(comm, needs, folder, servers):
+    """Of two servers each has the parameters of one optimizer."""
+    needs(servers + 1)
+    models = nn.Linear(6, 1), nn.Linear(6, 1)
+    optimizers = [*map(counting, models)]
+    samples = data(BATCH * (comm.size - servers) * STEPS)
+    with hpcsync.connect(models, optimizers, "bsp", servers=servers, out=folder / "run", comm=comm) as sync:
+        for x, _ in sync.shard(samples, BATCH):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                optimizer.zero_grad()
+                model(x.float()).square().mean().backward()
+                optimizer.step()
+    for optimizer in optimizers:
+        (group,) = optimizer.param_groups
+        assert (group["k"], group["weight_decay"]) == (STEPS, 0.5 / STEPS)
+
+
 @pytest.mark.parametrize("paradigm", ["bsp", "allreduce"])
 def test_a_step_that_a_scaler_skips_changes_nothing_and_is_recorded(comm, needs, folder, paradigm):
     needs(2)
