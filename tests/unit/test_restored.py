@@ -561,7 +561,8 @@ CASES = cases()
 
 # Attributes that follow from others, or are written before they are read again.
 PASSING = {"_trace", "_clock", "_times", "_lefts", "_matrices", "_slots", "_done", "_serial", "_pinned"}
-PASSING |= {"vector", "_read_bytes", "_waiting_since_s", "_wait_s", "_pull_s", "_read_s", "_begin_s", "_end_s"}
+PASSING |= {"vector", "_read_bytes", "_waiting_since_s", "_wait_s", "_pull_s", "_read_s", "_load_s"}
+PASSING |= {"_begin_s", "_end_s"}
 PASSING |= {"_square", "_correction"}  # memory of one update
 PASSING |= {"synchronous", "momentum"}  # of Sync-Switch: its next event sets them
 PASSING |= {

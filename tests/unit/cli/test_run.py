@@ -367,7 +367,7 @@ def test_a_workload_beside_the_job_file_is_named_and_left_to_the_ranks(
     folder = path.parent / "elsewhere"
     folder.mkdir()
     code = folder / "front_test_workload.py"
-    code.write_text("raise SystemExit(77)")
+    code.write_text("raise SystemExit(77)\ndef make(size): ...\n")
     job = folder / "own.toml"
     job.write_text(TOML.replace('"timing", parameters = 3', '"front_test_workload:make", options = {size = 3}'))
     assert run.run(job, [], None, Path("o")) == 0
