@@ -53,6 +53,7 @@ from hpcsync.training.parameter_store import Store, row_size
 from hpcsync.training.script_optimizers import OwnOptimizer, PieceOptimizer, ScriptOptimizers
 from hpcsync.training.speed_models import predictor
 from hpcsync.training.update_rules import Commit, DelayCompensated, DelayedNesterov, Descent, Elastic
+from tests.counting import CountingAdam
 from tests.unit.jobs import make_job
 from tests.unit.recorder import Recorder
 
@@ -327,24 +328,13 @@ def play_vectors(it: Any, dice: random.Random, steps: int) -> list[Any]:
     return answers
 
 
-class Counting(torch.optim.Adam):
-    """Counts its steps in its groups."""
-
-    def step(self, closure: Any = None) -> Any:
-        loss = super().step(closure)
-        for group in self.param_groups:
-            group["k"] = group.get("k", 0) + 1
-            group["weight_decay"] = 0.5 / group["k"]
-        return loss
-
-
 def script() -> ScriptOptimizers:
     """Two optimizers, one with two groups, for 20 elements."""
     model = torch.nn.Linear(4, 4)
     torch.nn.init.ones_(model.weight)
     model.extra = torch.nn.Parameter(torch.ones(4))
     groups = [{"params": [model.weight]}, {"params": [model.extra], "lr": 0.3}]
-    optimizers = [torch.optim.SGD(groups, 0.1, 0.9, nesterov=True), Counting([model.bias], 0.1)]
+    optimizers = [torch.optim.SGD(groups, 0.1, 0.9, nesterov=True), CountingAdam([model.bias], 0.1)]
     return ScriptOptimizers(optimizers, FlatModel(model, list(model.parameters())))
 
 
@@ -668,7 +658,7 @@ def test_a_script_keeps_its_numbers_when_an_older_checkpoint_has_some():
     make, play = CASES["script on a worker"]
     original, later = make(), make()
     play(original, random.Random(1), 7)
-    *numbers, _ = later._script.step_to_make().numbers  # the last one is Counting's own
+    *numbers, _ = later._script.step_to_make().numbers  # the last one is CountingAdam's own
     later.restore(original.state() | {"options": [[9.0]]})
     assert later._script.step_to_make().numbers[:-1] == numbers
     assert not differences(original._kept, later._kept)

@@ -27,6 +27,7 @@ from hpcsync.run_dir.checkpoint_files import read_manifest, read_part
 from hpcsync.trace.reader import load
 from hpcsync.trace.schema import Change
 from hpcsync.training import rng_state, update_rules
+from tests.counting import Counting
 from tests.mpi.training import failures, on_some, resume_run
 from tests.plain import committed
 
@@ -232,17 +233,6 @@ def test_a_script_resumes_in_its_own_loop(comm, only, folder, monkeypatch, parad
     finished = script(comm, folder / "a", paradigm)
     resumed = script(comm, killed(comm, folder / "a", 2), paradigm, resume=True)  # in a later epoch
     assert forgets != torch.equal(finished, resumed)
-
-
-class Counting(torch.optim.SGD):
-    """Counts its steps in its groups, and decays a number of theirs."""
-
-    def step(self, closure=None):
-        loss = super().step(closure)
-        for group in self.param_groups:
-            group["k"] = group.get("k", 0) + 1
-            group["weight_decay"] = 0.5 / group["k"]
-        return loss
 
 
 @pytest.mark.parametrize(("paradigm", "options"), [("bsp", {}), ("allreduce", {}), ("local-sgd", {"steps": 2})])

@@ -26,6 +26,7 @@ from hpcsync.paradigms.records import Problem, PushInfo
 from hpcsync.trace.reader import load
 from hpcsync.training import script_optimizers
 from hpcsync.training.sampler import batches
+from tests.counting import Counting
 
 BATCH, STEPS = 4, 6
 PARADIGMS = {"bsp": {}, "bsp, 2 servers": {"servers": 2}, "allreduce": {}}
@@ -261,17 +262,6 @@ class Own(torch.optim.Optimizer):
 
 def own(model: nn.Module) -> torch.optim.Optimizer:
     return Own(model.parameters(), lr=0.01)
-
-
-class Counting(torch.optim.SGD):
-    """Counts its steps in its groups, and decays a number of theirs, as Prodigy and schedule-free optimizers do."""
-
-    def step(self, closure=None):
-        loss = super().step(closure)
-        for group in self.param_groups:
-            group["k"] = group.get("k", 0) + 1
-            group["weight_decay"] = 0.5 / group["k"]
-        return loss
 
 
 def counting(model: nn.Module) -> torch.optim.Optimizer:
