@@ -158,8 +158,9 @@ class Job(Table):
         for key in ("clip_norm", "groups"):
             if getattr(self.optimizer, key) is not None and not isinstance(self.workload, Script):
                 raise JobError(f"optimizer.{key}: must be left out: only a training script has it (`hpcsync.connect`)")
-        if self.optimizer.lr == 0 and not isinstance(self.workload, Script):  # a script may set its rates in the loop
-            raise JobError("optimizer.lr = 0: must be greater than 0")
+        lr, may_be_0 = self.optimizer.lr, isinstance(self.workload, Script)  # a script may set its rates in the loop
+        if lr < 0 or (lr == 0 and not may_be_0):
+            raise JobError(f"optimizer.lr = {lr:g}: must be {'at least' if may_be_0 else 'greater than'} 0")
         return self
 
     @model_validator(mode="after")

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, ValidationInfo, field_validator
 
-from hpcsync.config.base import Count, NotNegative, Positive, Table
+from hpcsync.config.base import Count, Positive, Table
 
 INCREASING = "a list of whole numbers of at least 1, each greater than the one before"
 
@@ -71,7 +71,7 @@ class Optimizer(Table):
     model_config = ConfigDict(extra="allow")
 
     name: str = Field(description='the lower-case name of a torch.optim class, such as "sgd"')
-    lr: NotNegative = Field(description="a number greater than 0")
+    lr: Annotated[float, Field(allow_inf_nan=False, description="a number greater than 0")]  # `Job` has its limit
     lr_clock: Literal["samples", "updates"] = "samples"
     async_lr_scale: float | Literal["1/workers"] = 1.0
     schedule: Schedule | None = None

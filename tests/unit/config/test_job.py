@@ -573,6 +573,7 @@ MISTAKES = {
     "whole number of at most 64 bits",
     "workload.batch_size=0": "workload.batch_size = 0: must be at least 1",
     "optimizer.lr=0": "optimizer.lr = 0: must be greater than 0",
+    "optimizer.lr=-1": "optimizer.lr = -1: must be greater than 0",
     "optimizer.lr=nan": "optimizer.lr = NaN: must be a finite number",
     "optimizer.lr=inf": "optimizer.lr = inf: must be a finite number",
     "optimizer.lr_clock=epochs": "optimizer.lr_clock = \"epochs\": must be 'samples' or 'updates'",
