@@ -354,7 +354,7 @@ def _same(handle: int, path: Path) -> bool:
 
 def _refused(path: Path, owner: Owner | None) -> JobError:
     who = "another process" if owner is None else str(owner)
-    return JobError(f"out {path.parent}: must not be the folder of a run that is under way: {who} holds {path.name}")
+    return JobError(f"out {path.parent}: must be a folder that no other process uses: {who} holds {path.name}")
 
 
 def _text(path: Path) -> str:

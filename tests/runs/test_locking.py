@@ -24,7 +24,7 @@ checkpoint = {seconds = 0.3, keep = 1}
 paradigm = {name = "bsp"}
 cluster = {workers = 1, compute = {model = "constant", seconds = 0.01}}
 """
-UNDER_WAY = "must not be the folder of a run that is under way: process "
+UNDER_WAY = "must be a folder that no other process uses: process "
 
 
 @pytest.mark.once

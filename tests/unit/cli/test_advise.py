@@ -122,7 +122,7 @@ def test_a_folder_in_which_another_advice_is_computed_is_refused(job, tmp_path):
     out, n = tmp_path / "out", Inline.n
     out.mkdir()
     others = lock.take(out / lock.NAME, lock.this_process())
-    with pytest.raises(JobError, match=r"^out .*out: must not be the folder of a run that is under way: process "):
+    with pytest.raises(JobError, match=r"^out .*out: must be a folder that no other process uses: process "):
         main(job, Asked(tmp_path / "run", ("bsp", "asp"), out=out))
     others.release()
     assert (Inline.n, list(out.iterdir())) == (n, [])

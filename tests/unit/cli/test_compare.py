@@ -124,7 +124,7 @@ def test_a_run_that_another_command_has_finished_meanwhile_stays_as_it_is(job: P
 def test_a_folder_in_which_another_comparison_runs_is_refused(job: Path, commands: Commands) -> None:
     Path("grid").mkdir()
     others = lock.take(Path("grid") / lock.NAME, lock.this_process())
-    with pytest.raises(JobError, match=r"^out .*grid: must not be the folder of a run that is under way: process "):
+    with pytest.raises(JobError, match=r"^out .*grid: must be a folder that no other process uses: process "):
         main([job], asked())
     assert not commands.folders
     others.release()
@@ -145,7 +145,7 @@ def test_a_run_that_another_command_simulates_now_ends_no_other(
         (runs[0], 2),
         (runs[1], 0),
     ]
-    assert "must not be the folder of a run that is under way" in folder.with_name(f"{folder.name}.log").read_text()
+    assert "must be a folder that no other process uses" in folder.with_name(f"{folder.name}.log").read_text()
     others.release()
     assert grid._execute(job, runs[0], [], simulated=True) == 0 and len(commands.folders) == 2
 

@@ -174,7 +174,7 @@ def test_the_folder_of_a_run_under_way_is_refused(path: Path, ranks: Ranks, resu
     before = {file: file.read_bytes() for file in Path("o").iterdir()}
     ranks.command = []
     held = lock.take(Path("o", lock.NAME).absolute(), lock.this_process())
-    with pytest.raises(JobError, match=r"must not be the folder of a run that is under way: process \d+ on "):
+    with pytest.raises(JobError, match=r"must be a folder that no other process uses: process \d+ on "):
         run.run(path, [], None, Path("o"), resume=resume)
     held.release()
     assert (ranks.command, {file: file.read_bytes() for file in Path("o").iterdir()}) == ([], before)

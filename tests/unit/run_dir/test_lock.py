@@ -98,7 +98,7 @@ def test_a_killed_owner_releases_it_and_a_living_one_is_named(tmp_path):
         assert said(process) == "won\n"
         host = os.uname().nodename
         assert refusal(take, tmp_path / lock.NAME, this_process()) == (
-            f"out {tmp_path}: must not be the folder of a run that is under way: process {process.pid} on {host} "
+            f"out {tmp_path}: must be a folder that no other process uses: process {process.pid} on {host} "
             "holds run.lock"
         )
         process.send_signal(signal.SIGKILL)
