@@ -10,8 +10,8 @@ left alone by torch's optimizers, and so it is by a server. A statement is a flo
 
     the numbers of group 0, 1, ... of all optimizers | 1 or 0 for each parameter
 
-What an optimizer's own step changes in its groups besides `lr`, such as a count of steps or an estimated distance, is
-kept where the step is made: it is neither taken over from statements nor lost in a checkpoint.
+What an optimizer's own step changes in its groups, such as a count of steps, an estimated distance or the learning
+rate, is kept where the step is made: it is neither taken over from statements nor lost in a checkpoint.
 
 Shards are cut only between parameters, or at multiples of `CUT` elements from the begin of a parameter. Vectorised
 loops then handle every element as they would in the whole parameter, so the number of servers does not change a bit. An
@@ -388,16 +388,20 @@ def clipped(norm: float, limit: float | None) -> float:
 
 @contextmanager
 def scaled_rates(optimizer: torch.optim.Optimizer, factor: float) -> Iterator[None]:
-    """Let the optimizer step with its learning rates times this factor."""
+    """Let the optimizer step with its learning rates times this factor; rates that its step changes stay changed."""
     given = [group["lr"] for group in optimizer.param_groups]
-    if factor != 1.0:
-        for group in optimizer.param_groups:
-            group["lr"] = group["lr"] * factor
+    scaled = given if factor == 1.0 else [rate * factor for rate in given]
+    marks = [*map(_mark, scaled)]
+    for group, rate in zip(optimizer.param_groups, scaled, strict=True):
+        group["lr"] = rate
     try:
         yield
     finally:
-        for group, rate in zip(optimizer.param_groups, given, strict=True):
-            group["lr"] = rate
+        for group, rate, mark in zip(optimizer.param_groups, given, marks, strict=True):
+            if factor == 0.0 or _mark(group["lr"]) == mark:
+                group["lr"] = rate
+            elif factor != 1.0:
+                group["lr"] = group["lr"] / factor
 
 
 def unscale(optimizer: torch.optim.Optimizer) -> None:
@@ -413,6 +417,14 @@ def different(stepping: Iterable[int]) -> str:
     """Return the refusal of an update to which workers contribute with different optimizers."""
     numbers = ", ".join(map(str, sorted(stepping)))
     return f"step: all workers must step the same optimizer in the same update; they step optimizers {numbers}"
+
+
+def own_and_changed(optimizer: torch.optim.Optimizer, key: str) -> str:
+    """Return the refusal of a number that both an optimizer's step on a server and the loop on a worker change."""
+    return (
+        f"optimizer {type(optimizer).__name__}: changes {key} in its step, on the servers, so the loop must not change "
+        "it; leave out the scheduler, or choose a paradigm whose workers step"
+    )
 
 
 # ---- on a worker ----
@@ -592,6 +604,7 @@ class PieceOptimizer(_Keeping, ServerOptimizer):
         by_parameter = {id(script.flat.parameters[piece.index]): piece for piece in self._pieces}
         self.optimizers = [_twin(optimizer, by_parameter, script.flat, shard) for optimizer in script.optimizers]
         self._row: torch.Tensor | None = None
+        self._stated: np.ndarray | None = None  # numbers of the last update
 
     def follow(self, stated: Sequence[np.ndarray]) -> None:
         """Take over the numbers that the contributors have stated, or their mean, and all gradients that any has.
@@ -599,17 +612,30 @@ class PieceOptimizer(_Keeping, ServerOptimizer):
         Raises
         ------
         JobError
-            If they step different optimizers: what they have of the others' gradients is not meant for a step.
+            If they step different optimizers: what they have of the others' gradients is not meant for a step. If a
+            script changes a number that the optimizer's own step changes, too.
         """
         n = len(self._present)
         stepping = {self._script.owner[index] for each in stated for index in np.flatnonzero(each[-n:])}
         if len(stepping) > 1:
             raise JobError(different(stepping))
         together = stated[0] if all(np.array_equal(stated[0], each) for each in stated[1:]) else np.mean(stated, axis=0)
+        self._refuse_changed(together[:-n])
         _set_numbers(self.optimizers, self._script.numbers, together[:-n].tolist(), self._script.own_keys)
         self._present = [bool(each) for each in np.any([each[-n:] for each in stated], axis=0)]
         if not math.isnan(self._momentum):
             self.set_momentum(self._momentum)
+
+    def _refuse_changed(self, numbers: np.ndarray) -> None:
+        """Raise JobError if a script changes a number that the optimizer's own step changes here."""
+        last, self._stated = self._stated, numbers.copy()
+        if last is None or np.array_equal(last, numbers):
+            return
+        changed, at = np.flatnonzero(last != numbers), 0
+        for index, group, key, count in self._script.numbers:
+            if key in self._script.own_keys[index][group] and at in changed:
+                raise JobError(own_and_changed(self.optimizers[index], key))
+            at += max(1, count)
 
     def step(self, gradient: torch.Tensor, lr: float) -> None:
         """Step with every optimizer of which a parameter has a gradient; `lr` is a factor of the stated rates."""
@@ -752,15 +778,17 @@ def _set_numbers(
 
 
 def _marks(group: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """Return what tells whether the numbers, bools and Nones of a group, besides its rate, have changed.
-
-    A tensor is not read, for which a GPU would have to be waited for.
-    """
+    """Return what tells whether the numbers, bools and Nones of a group have changed."""
     return {
-        key: (id(value), value._version) if isinstance(value, torch.Tensor) else (value,)
+        key: _mark(value)
         for key, value in group.items()
-        if key != "lr" and (value is None or isinstance(value, bool) or is_number(value))
+        if value is None or isinstance(value, bool) or is_number(value)
     }
+
+
+def _mark(value: Any) -> tuple[Any, ...]:
+    """Return what tells whether a value has changed; a tensor is not read, for which a GPU would be waited for."""
+    return (id(value), value._version) if isinstance(value, torch.Tensor) else (value,)
 
 
 def _keep_in_groups(

@@ -7,8 +7,10 @@ import copy
 import pytest
 import torch
 
+from hpcsync.config.errors import JobError
 from hpcsync.training.flat_model import FlatModel
 from hpcsync.training.script_optimizers import PieceOptimizer, ScriptOptimizers, _lay_out_kept, scaled_rates, unscale
+from tests.counting import Counting
 
 
 class Scale:
@@ -107,3 +109,30 @@ def test_rates_are_the_script_s_own_again_after_a_step_that_failed():
         assert optimizer.param_groups[0]["lr"] == 0.05
         raise ZeroDivisionError
     assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_rates_that_a_step_changes_stay_changed():
+    optimizer = torch.optim.SGD([torch.ones(1)], lr=0.1)
+    for factor, expected in ((1.0, 0.05), (0.5, 0.025), (0.0, 0.025)):
+        with scaled_rates(optimizer, factor):
+            optimizer.param_groups[0]["lr"] *= 0.5
+        assert optimizer.param_groups[0]["lr"] == expected
+
+
+def test_a_rate_that_the_step_on_a_server_and_a_scheduler_change_is_refused():
+    model = torch.nn.Linear(2, 1)
+    optimizer = Counting(model.parameters(), lr=0.1, weight_decay=0.1)
+    flat = FlatModel(model, list(model.parameters()))
+    script = ScriptOptimizers([optimizer], flat)
+    piece = PieceOptimizer(script, torch.nn.Parameter(flat.weights.clone()), slice(0, flat.size))
+    for key in ("lr", "weight_decay"):  # the step changes the second one
+        model(torch.ones(2)).sum().backward()
+        stated = script.statement()
+        piece.follow([stated])
+        piece.step(flat.gradient, 1.0)
+        optimizer.param_groups[0][key] *= 0.5
+        stated[:] = script.statement()  # in the same memory, as of a worker's slot
+        if key == "lr":
+            piece.follow([stated])
+    with pytest.raises(JobError, match="Counting: changes weight_decay in its step, on the servers"):
+        piece.follow([stated])
