@@ -155,7 +155,6 @@ class AdPsgdOptions(ParadigmOptions):
     period: Count = 1
 
     contribution = "position"
-    allocates = False
     pairwise = True
     papers = (LIAN,)
     place = 145

@@ -545,7 +545,6 @@ class AdspOptions(ParadigmOptions):
 
     policy = staticmethod(_policy)
     contribution = "change"
-    allocates = False
     timed_steps = True
     excludes = MappingProxyType(
         {"commits": (("search_every_s", "loss_rise", "loss_target"), "where nothing is searched for")}

@@ -442,7 +442,6 @@ class AshlOptions(ParadigmOptions):
 
     policy = ASHL
     contribution = "change"
-    allocates = False
     shares_samples = True
     ratios = ("ratio_coarse", "ratio_fine")
     guarantees = ("stages",)

@@ -278,7 +278,6 @@ class AsyncDiLoCoOptions(ParadigmOptions):
 
     policy = AsyncDiLoCo
     contribution = "change"
-    allocates = False
     waits_for_update = True
     place = 115
     colour = "#AA7744"

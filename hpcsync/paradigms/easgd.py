@@ -115,6 +115,7 @@ class EasgdOptions(ParadigmOptions):
 
     policy = staticmethod(elastic)
     contribution = "position"
+    allocates = True
     grants_first = True
     papers = (ZHANG,)
     place = 90

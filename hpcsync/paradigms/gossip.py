@@ -402,7 +402,6 @@ class GossipOptions(ParadigmOptions):
     beta: Share = 0.5
 
     contribution = "position"
-    allocates = False
     form_key = "mode"
     place = 140
     colour = "#E69F00"

@@ -93,7 +93,6 @@ class LocalSgdOptions(ParadigmOptions):
     outer_momentum: Annotated[float, Ge(0), Lt(1)] = 0.0
 
     contribution = "position"
-    allocates = False
     place = 130
     colour = "#56B4E9"
     waiting = "all workers, every `steps` iterations"

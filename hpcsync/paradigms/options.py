@@ -133,8 +133,6 @@ class ParadigmOptions:
         True if all workers together make the same step, without servers.
     lr_scale
         Default of `optimizer.async_lr_scale`.
-    allocates
-        True if batches may be allocated by the workers' speeds.
     shares_samples
         True if each grant takes the next samples of the run, so that a worker's share follows from its steps.
     timed_steps
@@ -173,7 +171,6 @@ class ParadigmOptions:
     waits_for_update: ClassVar[bool] = False
     one_model: ClassVar[bool] = False
     lr_scale: ClassVar[float | str] = 1.0
-    allocates: ClassVar[bool] = True
     shares_samples: ClassVar[bool] = False
     timed_steps: ClassVar[bool] = False
     drops: ClassVar[Literal["", "late", "stale"]] = ""
@@ -230,6 +227,11 @@ class ParadigmOptions:
     def steps_on_workers(self) -> bool:
         """True if every worker has its own weights and an optimizer that updates them."""
         return not self.has_servers or self.contribution != "gradient"
+
+    @property
+    def allocates(self) -> bool:
+        """True if batches may be allocated by the workers' speeds."""
+        return self.contribution == "gradient"
 
     @property
     def form(self) -> str:
@@ -406,8 +408,11 @@ class ParadigmOptions:
                 return "no worker waits for another"
             return self.waiting.replace("`", "") or "workers wait as its policy decides"
         if self.lead_bound > 0:
-            return f"a worker more than {self.lead_bound:g} iterations ahead of the slowest waits for it"
+            unit = "pushes" if self.steps_on_workers else "iterations"
+            return f"a worker more than {self.lead_bound:g} {unit} ahead of the slowest waits for it"
         n = self.exchange_every
+        if n == 1 and self.contribution == "change":  # of as many local steps as are granted
+            return "all workers wait for each other after every push"
         return f"all workers wait for each other {'in every iteration' if n == 1 else f'every {n} iterations'}"
 
     @property

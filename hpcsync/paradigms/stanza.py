@@ -69,7 +69,6 @@ class StanzaOptions(ParadigmOptions):
 
     contribution = "activation"
     one_model = True
-    allocates = False
     needs_all = True
     separates_layers = True
     least_workers = 2

@@ -33,6 +33,7 @@ class Peers(ParadigmOptions):
     """Paradigm without servers that declares its method."""
 
     name: str = "peers"
+    contribution = "position"
     exchange: ClassVar[type[PeerMethod]] = Exchange
 
     def method(self, n_workers: int, seed: int) -> PeerMethod:
@@ -53,6 +54,26 @@ def test_without_a_bound_on_the_lead_messages_repeat_who_waits(traits: dict[str,
     assert (options.bound, options.describe(3)) == (bound, bound)
 
 
+@pytest.mark.parametrize(
+    ("traits", "bound"),
+    [
+        ({"lead_bound": 0}, "all workers wait for each other in every iteration"),
+        ({"lead_bound": 0, "contribution": "change"}, "all workers wait for each other after every push"),
+        ({"lead_bound": 0, "exchange_every": 5}, "all workers wait for each other every 5 iterations"),
+        ({"lead_bound": 2}, "a worker more than 2 iterations ahead of the slowest waits for it"),
+        ({"lead_bound": 2, "contribution": "change"}, "a worker more than 2 pushes ahead of the slowest waits for it"),
+    ],
+)
+def test_a_bound_on_the_lead_counts_pushes_where_these_are_of_local_steps(traits: dict[str, Any], bound: str) -> None:
+    assert type("Bounded", (Served,), traits)().bound == bound
+
+
+def test_batches_are_allocated_where_workers_send_gradients() -> None:
+    """An allocation would replace the local steps that a policy grants by those of the job."""
+    of_change = type("OfChange", (Served,), {"contribution": "change"})
+    assert (Served().allocates, of_change().allocates, Peers().allocates) == (True, False, False)
+
+
 def test_what_workers_without_servers_do_follows_from_their_method() -> None:
     options = Peers()
     assert (options.lead_bound, options.exchange_every) == (0, 3)
@@ -71,7 +92,6 @@ def test_declarations_agree(name: str) -> None:
     assert method is None or method.one_model == options.one_model, "`one_model` must be that of the method"
     if method is not None and not method.one_model:
         assert options.contribution == "position", 'workers exchange weights: contribution must be "position"'
-        assert not options.allocates, "workers step along their own gradients: allocates must be False"
     assert method is None or method.transport != "swap" or options.needs_all, "each worker waits for its sender"
     assert set(options.guarantees) <= set(GUARANTEES), "the audit knows no such guarantee"
     assert options.waiting and options.update, "the table of paradigms says who waits and what an update is"
