@@ -49,9 +49,12 @@ from hpcsync.workloads.registry import Evaluate
 FAREWELL_S = 3.0  # time that a failed rank gives rank 0 to close the trace before it ends the job
 
 
-def end_all(comm: MPI.Intracomm, error: BaseException) -> None:
-    """End every rank of a run that cannot be finished; the exit status tells if the run can be resumed."""
-    told = isinstance(error, Terminated) or (isinstance(error, RankFailed) and told_to_end())
+def end_all(comm: MPI.Intracomm, error: BaseException, *, is_interrupted: bool = False) -> None:
+    """End every rank of a run that cannot be finished; the exit status tells if the run can be resumed.
+
+    Rank 0 alone may have been told to end: the others know it from `is_interrupted`.
+    """
+    told = isinstance(error, Terminated) or (isinstance(error, RankFailed) and (told_to_end() or is_interrupted))
     status = TO_BE_RESUMED if told else 1
     if tolerable():  # with ULFM an abort ends no other rank, but the others detect ranks that are killed
         if isinstance(error, RankFailed) and comm.rank > 0:
@@ -390,7 +393,7 @@ class RankSession(Session):
         if isinstance(error, WithoutBatch) or (isinstance(error, NotWritten) and error.errno == errno.ENOENT):
             launch_output.let_rank_0_report(self.rank, self._comm.size)
         if isinstance(error, RankFailed):
-            if not status_file.has_ended(self._checkpoints.folder):  # else rank 0 has said why it ended the run
+            if status_file.end(self._checkpoints.folder) is None:  # else rank 0 has said why it ended the run
                 launch_output.print_at_once(f"hpcsync: rank {self.rank} cannot continue: {error}")
         elif isinstance(error, NotWritten | JobError | StateError):
             launch_output.print_at_once(f"hpcsync: rank {self.rank} failed: {error}{below(error)}")
@@ -427,7 +430,7 @@ class RankSession(Session):
         self._fail(error)
         sys.stdout.flush()
         sys.stderr.flush()
-        end_all(self._comm, error)
+        end_all(self._comm, error, is_interrupted=status_file.end(self._checkpoints.folder) == "interrupted")
 
     def _share_results(self, comm: MPI.Intracomm) -> None:
         """Give all ranks what others have at the end; collective over the survivors."""

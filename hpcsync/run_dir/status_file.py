@@ -206,11 +206,11 @@ def read(folder: Path) -> Status:
         raise StatusError(f"{path}: not a status: {what}") from None
 
 
-def has_ended(folder: Path) -> bool:
-    """Return True if rank 0 has written that the run in this folder has ended."""
+def end(folder: Path) -> str | None:
+    """Return the status with which rank 0 has ended the run in this folder; None if it has not."""
     with suppress(StatusError):
-        return read(folder).status != "running"
-    return False
+        return status if (status := read(folder).status) != "running" else None
+    return None
 
 
 def _content(path: Path) -> bytes:

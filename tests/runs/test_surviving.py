@@ -108,16 +108,18 @@ def faulty_shrink(said: str) -> bool:
 
 
 @needs_tolerance
-def test_sigterm_to_all_ranks_ends_the_run_as_to_be_resumed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("told", ["all ranks", "the run"])
+def test_sigterm_ends_the_run_as_to_be_resumed(tmp_path: Path, told: str) -> None:
     """Rank 0 handles it and is then dead to the others, one of which returns the status."""
     folder = write_job(tmp_path / "told", "bsp", workers=2)
     options = ["--set", "stop.seconds=60", "--out", folder / "out"]
     with started(hpcsync("run", folder / "job.toml", *options)) as program:
         program.wait_for(lambda said: " samples/s" in said.out)
-        for rank in [program.rank(rank) for rank in (2, 1, 0)]:
-            rank.send_signal(signal.SIGTERM)
+        for process in [program.rank(rank) for rank in (2, 1, 0)] if told == "all ranks" else [program.process]:
+            process.send_signal(signal.SIGTERM)
         assert program.status == TO_BE_RESUMED, program.err
         assert "cannot continue" not in program.err, "rank 0 has said why it ended the run"
+        assert program.err.count("to resume from") == program.err.count("interrupted") == 1
     assert load(folder / "out" / "trace.h5").status == "interrupted"
 
 
