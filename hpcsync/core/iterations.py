@@ -58,6 +58,8 @@ class Iterations(Stateful):
     ----------
     batch_size
         Samples of the iteration under way so far, or of the last one.
+    data_read
+        For training epochs that were read, numbers that are alike on all workers if their data are.
     computed_s, load_s
         Seconds of computation, and of waiting for its batches, of the iteration that has ended.
     """
@@ -87,6 +89,7 @@ class Iterations(Stateful):
         self.in_loop = False  # whether the script has a batch
         self._drew_ahead = False  # whether its loop may draw the next batch before each step
         self.computed_s = self.load_s = 0.0
+        self.data_read: dict[int, list[float]] = {}
         self._job = job
         self._worker = worker
         self._now = now
@@ -365,6 +368,7 @@ class Iterations(Stateful):
             sharded=sharded,
             settings=partial(loader_processes.settings, say=self._say),
             at_once=self._allocated is not None,
+            note=self._note_data,
         )
         if self._in_step and not isinstance(found, Ordered):
             raise JobError(
@@ -376,6 +380,9 @@ class Iterations(Stateful):
         if self._allocated is None:  # otherwise every sample is used
             self._say(found.notice())
         return found
+
+    def _note_data(self, epoch: int, numbers: list[float]) -> None:
+        self.data_read[epoch] = numbers
 
     @property
     def _takes(self) -> bool:

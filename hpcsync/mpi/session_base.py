@@ -41,6 +41,7 @@ from hpcsync.training import rng_state
 from hpcsync.training.buffers import Buffers, Calibrate
 from hpcsync.training.flat_model import FlatModel
 from hpcsync.training.gradient import Loss
+from hpcsync.training.loading import different_data
 from hpcsync.training.optimizers import OptimizerSpec
 from hpcsync.training.script_optimizers import ScriptOptimizers, parameters_of, replace_step, same, unscale
 from hpcsync.training.untrained import UntrainedParameters
@@ -417,6 +418,7 @@ class RankSession(Session):
                 together = survivors(self._comm) if self._tolerant else self._comm
                 complete = together.size == self._comm.size
                 self._share_results(together)
+                self._compare_data(together)
                 if complete:
                     self._free()
                     self._layers.free()
@@ -435,6 +437,14 @@ class RankSession(Session):
     def _share_results(self, comm: MPI.Intracomm) -> None:
         """Give all ranks what others have at the end; collective over the survivors."""
         self._layers.share(comm)
+
+    def _compare_data(self, comm: MPI.Intracomm) -> None:
+        """Say on rank 0 if workers have read other data than others, of which each has used a part only."""
+        if self._script is None:
+            return
+        of_ranks = comm.gather({} if self.worker is None else self._iterations.data_read)
+        if of_ranks is not None and (line := different_data(of_ranks)):
+            print(f"hpcsync: {line}", file=sys.stderr, flush=True)
 
     def _conclude(self) -> None:
         """Finish the outputs, after the last rank has finished."""

@@ -17,15 +17,25 @@ from __future__ import annotations
 
 import random
 import warnings
+import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+)
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.data.distributed import DistributedSampler
 
@@ -39,6 +49,7 @@ T = TypeVar("T")
 Batch = tuple[int, Any]  # number of samples, and what the script gets
 Load = Callable[[Iterable[Any], int], Iterator[Batch]]  # loads batches given by their indices, of a training epoch
 Settings = Callable[[DataLoader[Any]], Mapping[str, Any]]
+Note = Callable[[int, list[float]], None]  # takes a training epoch, and numbers that are alike where its data are
 
 
 class Part(NamedTuple):
@@ -210,6 +221,8 @@ class Read(Source):
         Loads batches, each given by what the sampler yields; None without a sampler.
     sharded
         True if the data of other workers are others.
+    note
+        Takes what tells the first batch of a training epoch from others.
     """
 
     def __init__(
@@ -220,20 +233,23 @@ class Read(Source):
         load: Load | None = None,
         *,
         sharded: bool = False,
+        note: Note = lambda epoch, numbers: None,
     ) -> None:
         self._read, self._part, self.batch_size, self._load, self._sharded = read, part, batch_size, load, sharded
-        self._n_read = 0
+        self._n_read, self._note = 0, note
 
-    def _count(self, batches: Iterable[T]) -> Iterator[T]:
+    def _count(self, batches: Iterable[T], epoch: int) -> Iterator[T]:
         self._n_read = 0
         for batch in batches:
+            if self._n_read == 0:
+                self._note(epoch, _numbers_of(batch if self._load is not None else _first_array(batch)))
             self._n_read += 1
             yield batch
 
     def read(self, epoch: int, skip: int = 0) -> Iterator[Batch]:
         """Yield the worker's batches of a training epoch; the first `skip` ones are read or drawn, but not used."""
         worker, n_workers = self._part.worker, self._part.n_workers
-        own = islice(self._count(self._read(epoch)), worker + skip * n_workers, None, n_workers)
+        own = islice(self._count(self._read(epoch), epoch), worker + skip * n_workers, None, n_workers)
         return own if self._load is None else self._load(own, epoch)
 
     def pass_over(self, epoch: int) -> None:
@@ -272,10 +288,9 @@ def refuse(data: Any, batch_size: int | None, *, sharded: bool = False) -> None:
     if isinstance(data, DataLoader):
         if batch_size is not None:
             raise JobError(f"shard: batch_size = {batch_size}: must be left out with a DataLoader, which has its own")
-        if not sharded and any(isinstance(each, DistributedSampler) for each in _samplers(data)):
-            raise JobError(
-                "shard: a DistributedSampler has a part for each process already: leave it out, or give sharded=True"
-            )
+        if not sharded and (divided := next(filter(_is_divided, _samplers(data)), None)) is not None:
+            kind = type(divided).__name__
+            raise JobError(f"shard: a {kind} has a part for each process already: leave it out, or give sharded=True")
     elif not (_has_indices(data) or isinstance(data, Iterable) or data is None):
         raise JobError(
             f"shard: a {name} is no data: give a data set, a DataLoader, or an iterable of batches, such as "
@@ -303,6 +318,7 @@ def source(
     sharded: bool = False,
     settings: Settings = lambda loader: {},
     at_once: bool = False,
+    note: Note = lambda epoch, numbers: None,
 ) -> Source:
     """Return the worker's batches of a data set or data loader.
 
@@ -320,6 +336,8 @@ def source(
         Returns the arguments with which a data loader starts its processes.
     at_once
         True if a batch is known only when it is requested, so that none can be loaded in advance.
+    note
+        Takes, in a training epoch that is read, numbers that are alike on all workers if their data are.
 
     Raises
     ------
@@ -329,11 +347,12 @@ def source(
     refuse(data, batch_size, sharded=sharded)
     number, stream = part.worker, (part.seed, STREAM, *([part.worker] if sharded else []))
     if sharded:
-        part = Part(part.seed, 0, 1)
+        part, note = Part(part.seed, 0, 1), lambda epoch, numbers: None
     if not isinstance(data, DataLoader) and _has_indices(data):
         assert batch_size is not None
         _refuse_too_large(batch_size, len(data), at_once=at_once)
-        return Ordered(len(data), batch_size, part, partial(_fetched, data), lambda: fetch(data, np.zeros(1, np.int64)))
+        first = partial(fetch, data, np.zeros(1, np.int64))
+        return Ordered(len(data), batch_size, part, _noted(partial(_fetched, data), data, note), first)
     if not isinstance(data, DataLoader) and batch_size is not None:
         data = DataLoader(data if isinstance(data, IterableDataset) else _Wrapped(data), batch_size)
     if at_once and not (_is_torchs(data) and _is_default(data) and data.batch_sampler is not None):
@@ -342,25 +361,56 @@ def source(
             "len(data) and data[i], or a DataLoader of one, with a batch_size and without samplers of your own"
         )
     if not _is_torchs(data):
-        return Read(lambda epoch: _sized(with_generators(data, *stream, epoch)), part, 0, sharded=sharded)
+        return Read(lambda epoch: _sized(with_generators(data, *stream, epoch)), part, 0, sharded=sharded, note=note)
     is_iterable, batches = isinstance(data.dataset, IterableDataset), data.batch_sampler
     seed = (_seed(data, part), number if sharded or not is_iterable else 0)
     loader = _Loader(data, seed, _processes(data, settings, at_once=at_once))
     if is_iterable:
-        return Read(partial(_read, loader, stream), part, _batch_size(data), sharded=sharded)
+        return Read(partial(_read, loader, stream), part, _batch_size(data), sharded=sharded, note=note)
     if not _is_default(data):
         sampler = data.sampler if batches is None else batches
-        return Read(lambda epoch: with_generators(sampler, *stream, epoch), part, _batch_size(data), loader.load)
+        draw = partial(with_generators, sampler, *stream)
+        return Read(draw, part, _batch_size(data), loader.load, sharded=sharded, note=note)
     _refuse_too_large(data.batch_size or 1, len(data.dataset), at_once=at_once)
     return Ordered(
         len(data.dataset),
         data.batch_size or 1,
         part,
-        loader.load_indices if batches is not None else loader.load_items,
+        _noted(loader.load_indices if batches is not None else loader.load_items, data.dataset, note),
         lambda: data.collate_fn([data.dataset[0]] if batches is not None else data.dataset[0]),
         shuffled=type(data.sampler) is RandomSampler,
         drops_last=data.drop_last,
     )
+
+
+def _noted(load: Callable[[Iterable[np.ndarray], int], Iterator[Batch]], data: Any, note: Note) -> Load:
+    """Return a function that loads batches and notes what the data are."""
+    numbers: list[float] = []
+
+    def load_and_note(batches: Iterable[np.ndarray], epoch: int) -> Iterator[Batch]:
+        numbers[:] = numbers or _numbers_of_data(data)
+        note(epoch, numbers)
+        return load(batches, epoch)
+
+    return load_and_note
+
+
+def _numbers_of_data(data: Any) -> list[float]:
+    """Return numbers that tell a data set from others, as far as they are known without loading a sample."""
+    found = [float(len(data))]
+    if isinstance(data, Subset):
+        found += [float(zlib.crc32(np.asarray(data.indices).tobytes())), *_numbers_of_data(data.dataset)]
+    elif isinstance(data, TensorDataset):
+        found += [*_numbers_of(data.tensors[0]), *_numbers_of(data.tensors[0][-1:])]
+    return found
+
+
+def _numbers_of(values: Any) -> list[float]:
+    """Return the mean of the first of some values: samples, or indices of samples; nothing if they are no numbers."""
+    try:
+        return [float(torch.as_tensor([values] if isinstance(values, int) else values[:1]).double().mean())]
+    except (TypeError, ValueError, RuntimeError):
+        return []
 
 
 def _refuse_too_large(batch_size: int, size: int, *, at_once: bool) -> None:
@@ -377,8 +427,18 @@ def _has_indices(data: Any) -> bool:
 
 
 def _samplers(loader: DataLoader[Any]) -> list[Any]:
-    """Return the samplers of a data loader."""
-    return [loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
+    """Return the samplers of a data loader, and those that they hold."""
+    found = [loader.sampler, loader.batch_sampler]
+    for each in found:  # which grows
+        held = getattr(each, "__dict__", {}).values()
+        found += [value for value in held if isinstance(value, Sampler) and all(value is not other for other in found)]
+    return found
+
+
+def _is_divided(sampler: Any) -> bool:
+    """Return whether a sampler draws one part of several."""
+    n_parts = getattr(sampler, "num_replicas", 1)  # of samplers like torch's, too
+    return isinstance(sampler, DistributedSampler) or (is_whole(n_parts) and n_parts > 1)
 
 
 def _is_torchs(data: Any) -> bool:
@@ -539,24 +599,44 @@ def n_samples(batch: Any) -> int:
     JobError
         If there is none.
     """
-    if (found := _first_length(batch)) is None:
+    if (found := _first_array(batch)) is None:
         raise JobError(
             f"shard: a batch that is a {type(batch).__name__} without a tensor has no number of samples: "
             "give a DataLoader with a batch_size"
         )
-    return found
+    return int(found.shape[0])
 
 
-def _first_length(batch: Any) -> int | None:
+def _first_array(batch: Any) -> Any:
+    """Return the first tensor or array in a batch; None if there is none."""
     if hasattr(batch, "shape"):
-        return int(batch.shape[0]) if len(batch.shape) else None
+        return batch if len(batch.shape) else None
     if isinstance(batch, Mapping):
         parts: Iterable[Any] = batch.values()
     elif isinstance(batch, list | tuple):
         parts = batch
     else:
         parts = vars(batch).values() if hasattr(batch, "__dict__") else ()
-    return next((found for part in parts if (found := _first_length(part)) is not None), None)
+    return next((found for part in parts if (found := _first_array(part)) is not None), None)
+
+
+def different_data(read: Sequence[Mapping[int, list[float]]]) -> str:
+    """Return a line if workers have read different data where all should read the same; "" if there is none.
+
+    Parameters
+    ----------
+    read
+        For each worker what was noted (`source`) of the training epochs that it has read.
+    """
+    first: dict[int, list[float]] = {}
+    for epoch, numbers in (item for each in read for item in each.items()):
+        other = first.setdefault(epoch, numbers)
+        if len(other) != len(numbers) or not np.allclose(other, numbers, rtol=1e-4, equal_nan=True):
+            return (
+                "shard: the workers have read different data, of which each has used only its share of the batches; "
+                "all must read the same, or data that are a worker's own part must be given with sharded=True"
+            )
+    return ""
 
 
 # ---- random numbers ----

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from mpi4py import MPI
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, WeightedRandomSampler
 
 import hpcsync
 from hpcsync.core.iterations import Iterations
@@ -171,3 +171,21 @@ def test_what_has_no_training_epochs_continues_where_a_loop_was_left(comm, only,
                 found += batch.tolist()
     assert len(found) == len({*found}) == (5 if iterator else 20)
     assert not iterator or found == [*range(comm.rank, 10, 2)]
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("paradigm", ["bsp", "allreduce"])
+@pytest.mark.parametrize("part", [False, True])
+def test_data_of_which_each_worker_has_another_part_are_said_to_differ(comm, only, folder, paradigm, part, capsys):
+    """Each worker uses its share of its part: half of the samples are left out."""
+    only(3)
+    model = torch.nn.Linear(1, 1)
+    sgd = torch.optim.SGD(model.parameters(), lr=1e-4)
+    mine = Subset(DATA, range((comm.rank % 2) * part, 46, 2))
+    with hpcsync.connect(model, sgd, paradigm, comm=comm, out=folder / "a") as sync:
+        for x, y in sync.shard(DataLoader(mine, 2, shuffle=True)):
+            sgd.zero_grad()
+            torch.nn.functional.mse_loss(model(x), y).backward()
+            sync.step()
+    if comm.rank == 0:
+        assert ("the workers have read different data" in capsys.readouterr().err) == part

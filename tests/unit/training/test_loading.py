@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +15,7 @@ from torch.utils.data import (
     Dataset,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     Subset,
     TensorDataset,
@@ -25,7 +26,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from hpcsync.config.errors import JobError
 from hpcsync.training import loading
-from hpcsync.training.loading import Ordered, Part, Read, n_samples, source
+from hpcsync.training.loading import Ordered, Part, Read, different_data, n_samples, source
 from hpcsync.training.sampler import batches, sequence_indices
 
 SEED, SIZE = 9, 22
@@ -60,6 +61,25 @@ class Shuffled(IterableDataset[float]):
     def __iter__(self) -> Iterator[float]:
         for _ in range(SIZE):
             yield random.random() + np.random.random() + float(torch.rand(()))
+
+
+class Within(Sampler[int]):
+    """A sampler around another one."""
+
+    def __init__(self, inner: Sampler[int]) -> None:
+        self.inner = inner
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.inner)
+
+
+class Part3(Sampler[int]):
+    """Draws one of three parts."""
+
+    num_replicas = 3
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(0, SIZE, 3))
 
 
 class Batches:
@@ -365,6 +385,36 @@ def test_workers_that_do_not_end_together_are_said(data, given, said):
     assert (mine.ended(), mine.counted()) == (said, n)
 
 
+def differs(make: Callable[[int], Any], **given: Any) -> bool:
+    """Return whether it is said that two workers have read different data."""
+    read: list[dict[int, list[float]]] = [{}, {}]
+    for worker in range(2):
+        how = {"batch_size": None, "note": read[worker].__setitem__, **given}
+        assert list(source(make(worker), part=Part(SEED, worker, 2), **how).read(3))
+        assert bool(read[worker]) != given.get("sharded", False)
+    return different_data([{}, *read]) != ""
+
+
+@pytest.mark.parametrize("differ", [False, True])
+def test_workers_that_read_different_data_are_noticed(differ):
+    def of(worker: int) -> range:
+        return range(worker if differ else 0, SIZE, 2)
+
+    def tensors(worker: int) -> TensorDataset:
+        return TensorDataset(torch.tensor([*of(worker)]).unsqueeze(1) * 1.0)
+
+    makes: list[Callable[[int], Any]] = [
+        lambda worker: DataLoader(Subset(Data(), of(worker)), 2, shuffle=True),
+        lambda worker: DataLoader(Data(), 2, sampler=[*of(worker)]),
+        lambda worker: DataLoader(Data(), batch_sampler=[[index] for index in of(worker)]),
+        lambda worker: iter([(torch.tensor([index]), "label") for index in of(worker)]),
+        lambda worker: iter([np.array([[index, index]]) for index in of(worker)]),
+    ]
+    assert [differs(make) for make in makes] == [differ] * len(makes)
+    assert differs(tensors, batch_size=2) == differ
+    assert not differs(makes[0], sharded=True) and not differs(makes[1], sharded=True)
+
+
 # ---- what is refused ----
 
 
@@ -374,6 +424,12 @@ def test_workers_that_do_not_end_together_are_said(data, given, said):
         ({"train": Data()}, 4, r"a dict is several data sets: give one of them, such as data\['train'\]"),
         (DataLoader(Data(), 4), 4, "batch_size = 4: must be left out with a DataLoader"),
         (DataLoader(Data(), 4, sampler=DistributedSampler(range(4), 2, 1)), None, "a DistributedSampler has a part"),
+        (DataLoader(Data(), 4, sampler=Within(DistributedSampler(range(4), 2, 1))), None, "a DistributedSampler has a"),
+        (
+            DataLoader(Data(), batch_sampler=BatchSampler(Part3(), 4, False)),
+            None,
+            "a Part3 has a part for each process",
+        ),
         (Data(), None, "batch_size: must be given with a data set"),
         (Stream(), None, "batch_size: must be given with a data set"),
         (3, 4, "a int is no data"),
