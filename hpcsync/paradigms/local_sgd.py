@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Lt
 
@@ -11,8 +12,6 @@ from hpcsync.paradigms.options import Allowed, Count, ParadigmOptions, Positive,
 from hpcsync.paradigms.papers import ICLR, Reference, arxiv, meeting
 from hpcsync.paradigms.peer_method import Actions, ExchangeResult, PeerMethod, PeerState
 from hpcsync.paradigms.records import ALL_PEERS
-
-MEAN = (1.0, 0.0)  # learning rate and momentum with which an outer step leads to the mean
 
 
 class AveragedWeights(PeerMethod):
@@ -22,15 +21,15 @@ class AveragedWeights(PeerMethod):
     ----------
     period
         Local steps from one exchange to the next.
-    outer_lr, outer_momentum
-        Of the outer SGD towards the mean.
+    outer
+        Options of the outer SGD towards the mean, as `torch.optim.SGD` has them; empty: the mean itself.
     """
 
     transport = "average"
 
-    def __init__(self, period: int, outer_lr: float, outer_momentum: float) -> None:
-        self.period, self.outer = period, (outer_lr, outer_momentum)
-        self.evaluated_after = self.outer != MEAN
+    def __init__(self, period: int, outer: Mapping[str, Any]) -> None:
+        self.period, self.outer = period, outer
+        self.evaluated_after = bool(outer)
 
     def exchange(self, worker: PeerState, round: int) -> Actions:
         """Continue from the mean of the workers that have made steps."""
@@ -101,7 +100,9 @@ class LocalSgdOptions(ParadigmOptions):
 
     def method(self, n_workers: int, seed: int) -> AveragedWeights:
         """Return the exchange."""
-        return AveragedWeights(self.steps, self.outer_lr, self.outer_momentum)
+        momentum = self.outer_momentum
+        outer = {"lr": self.outer_lr, "momentum": momentum, "nesterov": momentum > 0.0}
+        return AveragedWeights(self.steps, {} if self._is_mean else outer)
 
     @property
     def papers(self) -> tuple[Reference, ...]:
@@ -110,7 +111,7 @@ class LocalSgdOptions(ParadigmOptions):
 
     @property
     def _is_mean(self) -> bool:
-        return (self.outer_lr, self.outer_momentum) == MEAN
+        return (self.outer_lr, self.outer_momentum) == (1.0, 0.0)
 
     @property
     def label(self) -> str:

@@ -11,7 +11,7 @@ if it moves data as no other method does.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from hpcsync.paradigms.records import NO_PEER
@@ -299,7 +299,8 @@ class PeerMethod:
     push_sum
         True if models are exchanged with a weight.
     outer
-        Learning rate and momentum of the outer SGD towards the mean of `average`; None without that call.
+        Options of the outer SGD towards the mean of `average`, as `torch.optim.SGD` has them; empty: the mean itself.
+        None without that call.
     bucket_bytes
         Bytes of the gradient that `sum` adds up at a time; None if that depends on where the workers are.
     period
@@ -313,7 +314,7 @@ class PeerMethod:
     synchronous = True
     one_model = False
     push_sum = False
-    outer: tuple[float, float] | None = None
+    outer: Mapping[str, Any] | None = None
     bucket_bytes: int | None = None
     period = 1
     evaluated_after = False

@@ -157,7 +157,7 @@ class Replicas(_Trained):
         peer = PushSumPeer if method.push_sum else Peer
         self.updates = [peer(weights, spec.on_worker(weights)) for weights in self._weights]
         # One outer optimizer for all workers: theirs are equal.
-        self._outer = None if method.outer is None else Outer(start, *method.outer)
+        self._outer = None if method.outer is None else Outer(start, **method.outer)
 
     def compute(self, worker: int) -> float:
         """Compute the worker's next gradient; return the mean loss."""

@@ -186,24 +186,22 @@ class Outer(Stateful):
     ----------
     weights
         Initial weights of all workers, shape (size,).
-    lr, momentum
-        Of the outer SGD, with Nesterov momentum.
+    options
+        Options of the outer `torch.optim.SGD`, `lr` among them; none: the step leads to the mean itself (local SGD).
 
     Notes
     -----
-    The outer gradient is the previous weights minus the mean (DiLoCo, Douillard et al. 2023). With learning rate 1 and
-    no momentum the step leads to the mean itself, which is local SGD.
+    The outer gradient is the previous weights minus the mean (DiLoCo, Douillard et al. 2023).
     """
 
     state_types = {"_weights": torch.Tensor, "_optimizer_state": OptimizerState | None}
 
-    def __init__(self, weights: torch.Tensor, lr: float, momentum: float) -> None:
+    def __init__(self, weights: torch.Tensor, **options: Any) -> None:
         self._parameter = torch.nn.Parameter(weights.clone())
         self._weights = self._parameter.data  # in the same memory
         self._optimizer = self._optimizer_state = None
-        if lr != 1.0 or momentum != 0.0:
-            options = {"momentum": momentum, "nesterov": momentum > 0.0}
-            self._optimizer = OptimizerSpec("sgd", lr, options).build(self._parameter)
+        if options:
+            self._optimizer = OptimizerSpec("sgd", options.pop("lr"), options).build(self._parameter)
             self._optimizer_state = OptimizerState(self._optimizer)
 
     def step(self, mean: torch.Tensor) -> None:

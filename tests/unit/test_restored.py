@@ -540,7 +540,7 @@ def cases() -> dict[str, Case]:
     found["peer"] = lambda: Peer(*ahead()), play_vectors
     found["script on a worker"] = lambda: OwnOptimizer(script()), play_script
     found["script on a server"] = script_store, play_script_store
-    found["outer"] = lambda: Outer(torch.ones(20), 0.7, 0.9), play_vectors
+    found["outer"] = lambda: Outer(torch.ones(20), lr=0.7, momentum=0.9, nesterov=True), play_vectors
     return found
 
 

@@ -348,7 +348,7 @@ class Averaging(_Agreeing):
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup, setup.flat.size)
         assert setup.method.outer is not None
-        self._outer = Outer(setup.flat.weights, *setup.method.outer)
+        self._outer = Outer(setup.flat.weights, **setup.method.outer)
 
     def average(self, worker: int, contributes: bool) -> tuple[torch.Tensor, int]:
         """Form the mean, and make the outer step on every rank alike."""

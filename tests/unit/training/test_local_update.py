@@ -252,23 +252,24 @@ def test_a_sum_divided_would_not_be():
 
 
 def test_local_sgd_takes_the_mean_itself():
-    outer = Outer(vectors(1)[0], 1.0, 0.0)
+    outer = Outer(vectors(1)[0])
     for mean in vectors(3, seed=1):
         before = mean.clone()
         outer.step(mean)
         assert torch.equal(mean, before)
 
 
+@pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize(("lr", "momentum"), [(0.7, 0.9), (0.5, 0.0), (1.0, 0.9)])
-def test_an_outer_step_is_nesterovs(lr, momentum):
-    """theta - lr (d + mu b), b = mu b + d, where d is theta minus the mean: torch's form of the method."""
+def test_an_outer_step_is_torchs(lr, momentum, nesterov):
+    """b = mu b + d, where d is theta minus the mean; theta - lr (d + mu b), with a heavy ball (SlowMo) theta - lr b."""
     start = vectors(1)[0]
-    outer = Outer(start, lr, momentum)
+    outer = Outer(start, lr=lr, momentum=momentum, nesterov=nesterov and momentum > 0)
     theta, buffer = numbers(start), np.zeros(SIZE)
     for mean in vectors(6, seed=1):
         d = theta - numbers(mean)
         buffer = momentum * buffer + d
-        theta = theta - lr * (d + momentum * buffer)
+        theta = theta - lr * (d + momentum * buffer if nesterov else buffer)
         outer.step(mean)
         np.testing.assert_allclose(numbers(mean), theta, rtol=1e-12)
     assert torch.equal(start, vectors(1)[0])  # the weights that it was made from are not its own
@@ -278,7 +279,7 @@ def test_an_outer_step_leads_towards_the_mean():
     """The outer gradient is the old weights minus the mean, not the negative."""
     start, mean = vectors(2)
     target = mean.clone()
-    Outer(start, 0.5, 0.0).step(mean)
+    Outer(start, lr=0.5).step(mean)
     np.testing.assert_allclose(numbers(mean), (numbers(start) + numbers(target)) / 2, rtol=1e-12)
     assert float((mean - target).norm()) < float((start - target).norm())
 
