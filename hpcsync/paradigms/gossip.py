@@ -142,7 +142,7 @@ class PeerSelection:
             generator = _generator(self.seed, PERMUTATIONS, round)
             return _permutation(generator, n) if self.include_self else _cycle(generator, n)
         hops = self._hops() if self.topology == "exponential" else [1, -1]
-        if self.topology == "ring" and self.include_self:
+        if self.include_self:
             hops = [1, 0, -1, 0]
         hop = hops[(round - 1) % len(hops)]
         return tuple((worker + hop) % n for worker in range(n))

@@ -162,13 +162,10 @@ def test_without_include_self_permutations_are_single_cycles():
 
 
 def test_a_ring_turns_one_way_and_the_other():
-    assert [PeerSelection(3, 1, "ring", False).permutation(round) for round in (1, 2, 3)] == [
-        (1, 2, 0),
-        (2, 0, 1),
-        (1, 2, 0),
-    ]
-    selves = [PeerSelection(3, 1, "ring", True).permutation(round) for round in (1, 2, 3, 4)]
-    assert selves == [(1, 2, 0), (0, 1, 2), (2, 0, 1), (0, 1, 2)]
+    right, left, itself = (1, 2, 3, 4, 0), (4, 0, 1, 2, 3), (0, 1, 2, 3, 4)
+    assert [PeerSelection(5, 1, "ring", False).permutation(round) for round in (1, 2, 3)] == [right, left, right]
+    selves = [PeerSelection(5, 1, "ring", True).permutation(round) for round in (1, 2, 3, 4, 5)]
+    assert selves == [right, itself, left, itself, right]
 
 
 # ---- contraction ----

@@ -98,10 +98,12 @@ def test_throughput_may_want_the_stragglers_that_state_leaves_out():
 
 def test_by_throughput_stuck_workers_do_not_count_and_unknown_ones_are_like_the_median():
     controller = new("throughput", 4)
-    assert feed(controller, rounds=40, times_s=[None] * 4) == []
+    assert feed(new("throughput", 4, k_start=2), rounds=40, times_s=[None] * 4) == []
     assert feed(controller, rounds=40, times_s=[1.0, 1.0, 1.0, None], version=40) == []
     changes = feed(controller, rounds=40, times_s=[1.0, 1.0, 1.0, None], version=80, reads=lambda v: [v, v, v, 60])
     assert [k for _, k, _ in changes] == [3]
+    for reads in (lambda v: [v, v, v, v - 2], lambda _: [0] * 4):  # at the bound; all are stuck
+        assert feed(new("throughput", 4), rounds=20, times_s=[1.0] * 4, reads=reads) == []
     # In ascending order the times are 1, 4, 4 and 5, with the median in place of the unknown one.
     (change,) = feed(new("throughput", 4), rounds=20, times_s=[4.0, None, 1.0, 5.0])
     assert (change[2]["k_throughput"], change[2]["throughput"]) == (1, 1.0)
@@ -340,7 +342,8 @@ def test_times_that_say_nothing_are_ignored():
     controller = new("state", 2)
     for time_s in (1.0, NAN, math.inf, -1.0):
         controller.pushed(0, time_s, NAN)
-    assert controller._time_s[0] == 1.0
+    controller.pushed(1, 0.0, NAN)
+    assert controller._time_s == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(
