@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcsync.cli import grid
 from hpcsync.config.errors import JobError
+from hpcsync.paradigms import OPTIONS
 from hpcsync.planning.candidates import BY_SPEED, RATES, Candidate
 
 if TYPE_CHECKING:
@@ -88,6 +90,11 @@ def label_of(candidate: Candidate) -> str:
 
 def _rounded(table: Mapping[str, Any]) -> dict[str, Any]:
     return {key: float(f"{value:.3g}") if isinstance(value, float) else value for key, value in table.items()}
+
+
+def needs_no_options(paradigm: str) -> bool:
+    """Return whether all options of a paradigm have defaults."""
+    return all(each.default is not MISSING for each in fields(OPTIONS[paradigm]))
 
 
 def described(trained: Trained) -> str:

@@ -25,6 +25,7 @@ from hpcsync.cli.advice_candidates import (
     described,
     further,
     label_of,
+    needs_no_options,
     stem,
 )
 from hpcsync.cli.advice_trials import BudgetSpent, Trials
@@ -32,6 +33,7 @@ from hpcsync.cli.report import check_text
 from hpcsync.config import job as jobs
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job, Script
+from hpcsync.paradigms import OPTIONS
 from hpcsync.planning.candidates import LINK_SHARE, RATES, Candidate, candidates, kept
 from hpcsync.system.atomic_files import whole
 from hpcsync.system.signals import Interrupted, interrupt, on_signals
@@ -213,7 +215,8 @@ class _Adviser:
         if self._asked.paradigms:
             asked = [candidate(text) for text in self._asked.paradigms]
         else:
-            asked = candidates(n_workers, iteration_s, 0.0 if self._job.compresses else self._link_share)
+            link_share = 0.0 if self._job.compresses else self._link_share
+            asked = candidates(n_workers, iteration_s, link_share, [*filter(needs_no_options, OPTIONS)])
         found = []
         for each in asked:
             trained = Trained(label_of(each), each)

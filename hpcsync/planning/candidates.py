@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,9 @@ class Candidate:
     compression: dict[str, Any] = field(default_factory=dict)
 
 
-def candidates(n_workers: int, iteration_s: float, link_share: float) -> list[Candidate]:
+def candidates(
+    n_workers: int, iteration_s: float, link_share: float, without_options: Iterable[str] = ()
+) -> list[Candidate]:
     """Return candidates for a cluster, ordered from simple to intricate.
 
     Parameters
@@ -41,6 +43,8 @@ def candidates(n_workers: int, iteration_s: float, link_share: float) -> list[Ca
         Duration of a synchronous iteration in seconds, of which ADSP's period is a multiple.
     link_share
         Share of it that its transfers take. From `LINK_SHARE` on, compressed ones are candidates too.
+    without_options
+        Paradigms that need no options. Those that are not listed here are tried with their defaults.
     """
     some = sorted({n_workers // 2, n_workers - 1})  # k, fewer than all
     paradigms: list[dict[str, Any]] = [
@@ -62,6 +66,8 @@ def candidates(n_workers: int, iteration_s: float, link_share: float) -> list[Ca
         {"name": "adsp", "check_period_s": PERIOD_ITERATIONS * iteration_s},
         {"name": "ashl"},
     ]
+    listed = {paradigm["name"] for paradigm in paradigms}
+    paradigms += [{"name": name} for name in without_options if name not in listed]
     found = [Candidate(paradigm) for paradigm in paradigms]
     by_speed = [Candidate({"name": name}, dict(BY_SPEED)) for name in ("allreduce", "bsp")]
     compressed = [Candidate({"name": name}, compression={"name": codec}) for name, codec in COMPRESSED]

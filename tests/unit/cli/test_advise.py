@@ -483,7 +483,8 @@ def test_over_slow_links_compressed_pushes_are_tried(job, tmp_path, monkeypatch)
     """With the throughput of the codec on this machine, measured once; without links their share is 0."""
     shares = []
 
-    def few(n_workers, iteration_s, link_share):
+    def few(n_workers, iteration_s, link_share, without_options):
+        assert "async-diloco" in without_options and "local-sgd" not in without_options
         shares.append(link_share)
         return [each for each in candidates(n_workers, iteration_s, link_share) if each.paradigm["name"] == "bsp"]
 

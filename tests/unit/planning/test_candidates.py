@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpcsync.cli.advice_candidates import candidate, label_of
+from hpcsync.cli.advice_candidates import candidate, label_of, needs_no_options
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job, default_servers
 from hpcsync.paradigms import OPTIONS
@@ -28,10 +28,13 @@ def test_every_candidate_is_a_job_of_its_own(workers):
     assert labels[:2] == ["allreduce", "bsp"]
 
 
-def test_every_paradigm_but_layer_separation_is_a_candidate():
-    assert {each.paradigm["name"] for each in candidates(4, 0.1, 0.0)} >= {
-        *OPTIONS.keys() - {"stanza", "k-batch-sync", "k-async"}
-    }
+def test_every_paradigm_that_is_not_listed_is_tried_with_its_defaults_if_it_needs_no_options():
+    listed = candidates(4, 0.1, 0.0)
+    of_both = candidates(4, 0.1, 0.0, ["bsp", "tether"])
+    assert [label_of(each) for each in of_both] == [*map(label_of, listed), "tether"]
+    lacking = OPTIONS.keys() - {each.paradigm["name"] for each in listed}
+    assert {name for name in lacking if not needs_no_options(name)} == {"stanza", "k-batch-sync", "k-async"}
+    assert needs_no_options("asp") and not needs_no_options("ssp")
 
 
 def test_options_follow_from_the_number_of_workers_and_the_time_of_an_iteration():
