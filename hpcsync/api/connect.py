@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from hpcsync.api.single_process import LocalSession
 from hpcsync.api.user_errors import print_user_errors_in_one_line
 from hpcsync.config.errors import JobError, refuse_empty
 from hpcsync.config.job import Job, default_servers, refuse_unevaluated, refuse_unused
-from hpcsync.core.job_validation import check_model
+from hpcsync.core.job_validation import IN_DDP, check_model
 from hpcsync.core.roles import Roles
 from hpcsync.core.session import Session
 from hpcsync.export import loggers
@@ -299,10 +300,8 @@ def connect(
         if out is not None:
             print(f"hpcsync: single process: no trace is written to {out}", file=sys.stderr, flush=True)
         return LocalSession(job, model, optimizers, evaluate, calibrate)
-    if any(isinstance(module, torch.nn.parallel.DistributedDataParallel) for module in model.modules()):
-        raise JobError(
-            "model: must not be in a DistributedDataParallel, which averages gradients itself; give its module"
-        )
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise JobError(IN_DDP)
     from hpcsync.mpi.transport.node_topology import arranged
 
     trained = {id(p) for p in parameters}

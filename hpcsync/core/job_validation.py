@@ -25,6 +25,7 @@ from hpcsync.training.optimizers import ELEMENTWISE, OptimizerSpec
 from hpcsync.training.sampler import fetch, whole_batches
 from hpcsync.workloads.registry import Workload, build
 
+IN_DDP = "model: must not be in a DistributedDataParallel, which averages gradients itself; use its module"
 CUT_SAMPLES = 2  # samples with which the halves of a model are tried
 
 

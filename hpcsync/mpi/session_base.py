@@ -17,13 +17,17 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from mpi4py import MPI
+from torch.nn.modules.module import register_module_forward_pre_hook, register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hpcsync.config.errors import JobError, below
 from hpcsync.config.job import Job
 from hpcsync.config.user_code import of_user
 from hpcsync.core.iterations import Iterations
+from hpcsync.core.job_validation import IN_DDP
 from hpcsync.core.roles import Roles
 from hpcsync.core.session import Session, WithoutBatch
 from hpcsync.core.step_problems import WRONG, StepChecks
@@ -183,6 +187,11 @@ class RankSession(Session):
             self._taken.callback(register_optimizer_step_pre_hook(self._before_step_of_any).remove)
             self._taken.callback(register_optimizer_step_post_hook(self._after_step_of_any).remove)
             self._weights_were_read()
+            of_new = register_module_module_registration_hook(lambda module, _, inner: self._refuse_ddp(module, inner))
+            self._taken.callback(of_new.remove)
+            if dist.is_available() and dist.is_initialized():  # otherwise there is none yet
+                of_called = register_module_forward_pre_hook(lambda module, _: self._refuse_ddp(module, module))
+                self._taken.callback(of_called.remove)
         self._said_where_state_is = False
         for index, optimizer in enumerate(self._script.optimizers):
             self._taken.callback(replace_step(optimizer, self._step_of(index, optimizer)))
@@ -193,6 +202,12 @@ class RankSession(Session):
             if not self._job.paradigm.steps_on_workers:
                 self._taken.callback(optimizer.register_state_dict_pre_hook(self._on_state_dict).remove)
                 self._taken.callback(optimizer.register_load_state_dict_pre_hook(self._on_load_state_dict).remove)
+
+    def _refuse_ddp(self, module: torch.nn.Module, inner: torch.nn.Module) -> None:
+        """Raise JobError if a module averages the gradients of what is trained: the servers would never take part."""
+        if isinstance(module, DistributedDataParallel) and dist.get_world_size() > 1:
+            if any(id(p) in self._trained for p in inner.parameters()):
+                raise JobError(IN_DDP)
 
     def _weights_were_read(self) -> None:
         """Note the weights of the servers, so that a script's change of them does not remain unnoticed."""

@@ -173,6 +173,24 @@ def test_a_model_in_a_distributed_data_parallel_is_refused(comm, needs, folder, 
     assert not (folder / "run").exists()
 
 
+@pytest.mark.parametrize("made", ["before", "within"])
+def test_a_loop_that_calls_a_distributed_data_parallel_is_refused(comm, only, folder, wrapped, monkeypatch, made):
+    """It would wait for ever for the server's part."""
+    only(2)
+    model = torch.nn.Linear(6, 1)
+    before = DistributedDataParallel(model)
+    monkeypatch.setattr(dist, "get_world_size", lambda *_: 2)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with hpcsync.connect(model, sgd, "asp", out=folder / "run", comm=comm) as sync:
+        for (x,) in sync.shard(TensorDataset(torch.ones(8, 6)), 2):
+            with pytest.raises(JobError, match="^model: must not be in a DistributedDataParallel, which averages"):
+                (before if made == "before" else DistributedDataParallel(model))(x)
+            sgd.zero_grad()
+            model(x).sum().backward()
+            sync.step()
+    assert before(torch.ones(6)).shape == (1,), "after the run it may be called"
+
+
 def test_a_window_that_fails_at_the_models_size_is_refused_on_all_ranks(comm, needs, folder, monkeypatch):
     needs(2)
 
