@@ -111,24 +111,23 @@ def table(title: str, figures: Sequence[Figure], earlier: Sequence[Figure] | Non
     result.add_column("measured, and its reference", overflow="fold", ratio=1)
     for column in ["median (best)", "ratio", "aim"] + ["to earlier"] * (earlier is not None):
         result.add_column(column, justify="right", no_wrap=True)
-    known = {(figure.what, figure.unit): figure for figure in earlier or ()}
+    known = {(figure.what, figure.unit): figure.values for figure in earlier or ()}
+    references = {(figure.what, figure.unit, figure.limit): figure.limits for figure in earlier or ()}
     for figure in figures:
-        before = known.get((figure.what, figure.unit))
-        for row in _rows(figure, before):
+        before = known.get((figure.what, figure.unit), ())
+        for row in _rows(figure, before, references.get((figure.what, figure.unit, figure.limit), ())):
             result.add_row(*(row if earlier is not None else row[:-1]))
     return result
 
 
-def _rows(figure: Figure, before: Figure | None) -> Iterator[list[str | Text]]:
-    """Yield the row of a figure and that of its reference."""
+def _rows(figure: Figure, before: Sequence[float], limits_before: Sequence[float]) -> Iterator[list[str | Text]]:
+    """Yield the row of a figure and that of its reference, with the changes since earlier ones."""
     style = {None: "", True: "green", False: "yellow"}[figure.reached]
     ratio = "" if figure.ratio is None else Text(f"{figure.ratio:.2f}", style)
     aim = "" if figure.aim is None else f"{'>=' if figure.is_rate else '<='} {figure.aim:g}"
-    changed = _changed(figure.values, before.values if before else ())
-    yield [figure.what, _shown(figure, figure.values), ratio, aim, changed]
+    yield [figure.what, _shown(figure, figure.values), ratio, aim, _changed(figure.values, before)]
     if figure.limits:
-        same = before is not None and before.limit == figure.limit
-        changed = _changed(figure.limits, before.limits if before and same else ())
+        changed = _changed(figure.limits, limits_before)
         yield [Text(f"  {figure.limit}", "dim"), Text(_shown(figure, figure.limits), "dim"), "", "", changed]
 
 

@@ -76,3 +76,12 @@ def test_the_table_compares_figures_and_references_of_the_same_name_and_unit():
     assert put == "put 8.00 (8.00) GB/s 0.80 2.00 (2.00-2.00)"
     assert copy == "copy 10.0 (10.0) GB/s 1.00 (1.00-1.00)"
     assert get == "get 8.00 (8.00) GB/s"
+
+
+def test_the_table_compares_each_of_several_references_of_one_figure():
+    console = Console(width=80, file=io.StringIO())
+    figures = [Figure("events", "k/s", [8.0], reference, [10.0]) for reference in ("a heap", "a copy")]
+    earlier = [Figure("events", "k/s", [4.0], "a heap", [5.0]), Figure("events", "k/s", [4.0], "a copy", [10.0])]
+    console.print(table("events", figures, earlier))
+    changes = [line.split()[-2:] for line in console.file.getvalue().splitlines()[2:]]
+    assert changes == [[found, f"({found}-{found})"] for found in ("2.00", "2.00", "2.00", "1.00")]
