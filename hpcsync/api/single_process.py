@@ -136,11 +136,13 @@ class LocalSession(Session):
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    ) -> bool:
         """Recompute the model's statistics, if asked for; there is no other process to wait for."""
+        ends = self._ends_with(error)
         self._entered = False
         for give_back in self._give_back:
             give_back()
         self._checks.ended()
-        if error is None and self._calibrate is not None:
+        if (error is None or ends) and self._calibrate is not None:
             self._calibrate(self._model)
+        return ends

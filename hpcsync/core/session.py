@@ -25,6 +25,13 @@ class WithoutBatch(JobError):
         super().__init__(message)
 
 
+class RunIsOver(Exception):
+    """A script begins loops without end over data that have none, because the run is over."""
+
+
+LOOPS_AFTER_END = 100_000  # that a script may begin without a batch, as one for each training epoch that was left
+
+
 class Loop(Iterator[Any]):
     """What one loop of a script runs over.
 
@@ -160,6 +167,7 @@ class Session(ABC):
         self.stopped = False
         self.batches_before = 0
         self._entered = False
+        self._n_after_end = 0  # loops that were begun after the end of the run
         self._losses: list[torch.Tensor | float] = []  # of the step under way
 
     def shard(
@@ -219,10 +227,32 @@ class Session(ABC):
         """
         self._refuse_outside()
         asked = Asked(dataset, batch_size, epochs, sharded, accumulate)
+        self._count_loops_after_end()
         batches = self._batches(asked)
-        if epochs is not None and not isinstance(dataset, Iterator):
-            batches.again = lambda: self._batches(asked) if self._entered and not self.stopped else None
+        batches.again = lambda: self._again(asked)
         return batches
+
+    def _again(self, asked: Asked) -> Batches | None:
+        """Return the batches of the next training epochs, if there are any."""
+        self._count_loops_after_end()
+        has_epochs = asked.epochs is not None and not isinstance(asked.dataset, Iterator)
+        return self._batches(asked) if has_epochs and self._entered and not self.stopped else None
+
+    def _count_loops_after_end(self) -> None:
+        """Raise RunIsOver where a script, such as a generator that begins again and again, would loop for ever."""
+        if self._is_over:
+            self._n_after_end += 1
+            if self._n_after_end > LOOPS_AFTER_END:
+                raise RunIsOver("sync.shard has no more batches: the run is over")
+
+    @property
+    def _is_over(self) -> bool:
+        """True once the run is over for this process."""
+        return self.stopped
+
+    def _ends_with(self, error: BaseException | None) -> bool:
+        """Return whether an exception only says that the script has asked for a batch after the end of the run."""
+        return self._is_over and isinstance(error, StopIteration | RunIsOver)
 
     @abstractmethod
     def _batches(self, asked: Asked) -> Batches:
@@ -346,5 +376,8 @@ class Session(ABC):
     @abstractmethod
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Take no further part; return when the run is over everywhere, with the final weights in the model."""
+    ) -> bool | None:
+        """Take no further part; return when the run is over everywhere, with the final weights in the model.
+
+        That `next` finds no batch after the end of the run ends the block, too.
+        """

@@ -14,7 +14,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -54,7 +54,7 @@ from hpcsync.workloads.registry import Evaluate
 FAREWELL_S = 3.0  # time that a failed rank gives rank 0 to close the trace before it ends the job
 
 
-def end_all(comm: MPI.Intracomm, error: BaseException, *, is_interrupted: bool = False) -> None:
+def end_all(comm: MPI.Intracomm, error: BaseException, *, is_interrupted: bool = False) -> NoReturn:
     """End every rank of a run that cannot be finished; the exit status tells if the run can be resumed.
 
     Rank 0 alone may have been told to end: the others know it from `is_interrupted`.
@@ -420,8 +420,9 @@ class RankSession(Session):
             self._report_failure()
         time.sleep(FAREWELL_S)
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is None or (isinstance(error, SystemExit) and not error.code):
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        ends = self._ends_with(error)
+        if ends or error is None or (isinstance(error, SystemExit) and not error.code):
             try:
                 if self._checks is not None and self._checks.ended():
                     raise JobError(f"worker {self.worker}: {WRONG[Problem.MODEL_CHANGED]}")
@@ -441,7 +442,7 @@ class RankSession(Session):
                 self._give_back()
                 if tolerable():
                     end_with(self._comm, together if self._tolerant else self._comm.Dup())
-                return
+                return ends
             except BaseException as late:
                 error = late
         self._fail(error)

@@ -21,8 +21,8 @@ from hpcsync.training import compressor, loading, update_rules
 from hpcsync.training.optimizers import OptimizerSpec, ServerOptimizer
 from hpcsync.training.script_optimizers import PieceOptimizer
 
-# What `loss`, `total / n`, `next(batches)`, `losses[-1]` and `max(losses)` raise after a loop without batches.
-OF_EMPTY_LOOPS = (NameError, ZeroDivisionError, StopIteration, IndexError, ValueError)
+# What `loss`, `total / n`, `losses[-1]` and `max(losses)` raise after a loop without batches.
+OF_EMPTY_LOOPS = (NameError, ZeroDivisionError, IndexError, ValueError)
 
 
 def _add_note(rank: int, error: BaseException) -> None:
@@ -142,12 +142,17 @@ class FollowerSession(LinkedSession):
         """Raise WithoutBatch: a server does not train."""
         raise WithoutBatch
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    @property
+    def _is_over(self) -> bool:
+        return self._has_served
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         if self._has_served and error is not None:
             _add_note(self.rank, error)
-        super().__exit__(kind, error, trace)
-        if self._has_served and error is None:
+        ends = super().__exit__(kind, error, trace)
+        if self._has_served and (error is None or ends):
             sys.excepthook = partial(_excepthook, self.rank, sys.excepthook)
+        return ends
 
     def _serve(self) -> None:
         follow(self._link, self._shard)

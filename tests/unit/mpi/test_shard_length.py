@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -189,3 +190,32 @@ def test_data_of_which_each_worker_has_another_part_are_said_to_differ(comm, onl
             sync.step()
     if comm.rank == 0:
         assert ("the workers have read different data" in capsys.readouterr().err) == part
+
+
+def endlessly(batches: Any) -> Iterator[Any]:
+    while True:
+        yield from batches
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("paradigm", ["bsp", "allreduce"])
+@pytest.mark.parametrize("how", [iter, endlessly])
+@pytest.mark.parametrize("stops", [False, True])
+def test_loops_may_draw_each_batch_by_next(comm, only, folder, paradigm, how, stops):
+    """On servers it finds none, and on workers none after the end of the run: this ends the block."""
+    only(3)
+    model = torch.nn.Linear(1, 1)
+    sgd = torch.optim.SGD(model.parameters(), lr=1e-4)
+    n_steps, stop = 0, {"samples": 24} if stops else {}
+    with hpcsync.connect(model, sgd, paradigm, comm=comm, out=folder / "a", stop=stop) as sync:
+        batches = how(sync.shard(DataLoader(DATA, 4, shuffle=True), epochs=9 if how is iter else 1))
+        for _ in range(5):
+            x, y = next(batches)
+            sgd.zero_grad()
+            torch.nn.functional.mse_loss(model(x), y).backward()
+            sgd.step()
+            n_steps += 1
+    expected = 24 // 4 // sync.n_workers if stops else 5
+    assert n_steps == (0 if sync.worker is None else expected)
+    with pytest.raises(StopIteration), hpcsync.connect(model, sgd, comm=comm.Split(comm.rank)):
+        next(iter([]))  # this says nothing of a run
