@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 
 from hpcsync.audit.check import SAME, Check, alike, check_all, check_rows
-from hpcsync.audit.server_recount import Recount
+from hpcsync.audit.server_recount import Recount, other_steps
 from hpcsync.config.job import Script
 from hpcsync.paradigms.ashl import AshlOptions
 from hpcsync.paradigms.records import UNUSED
@@ -356,15 +356,13 @@ def workers_do_what_is_planned(stages: Stages) -> Check:
     In the profile stage H is 1. The last push of a worker that leaves may have fewer steps.
     """
     recount = stages.recount
-    grants, pushes = recount.grants[~recount.is_stop], recount.pushes
+    grants = recount.grants[~recount.is_stop]
     steps = recount.in_force("local-steps", grants["worker"], grants["seq"], 1.0)
     ratio = np.full(len(grants), np.nan)
     if stages.has_ratios:
         dense = np.where(stages.is_sparse(grants["iteration"]), stages.ratio_profiled, 1.0)
         ratio = recount.in_force("ratio", grants["worker"], grants["seq"], np.nan)
         ratio = np.where(grants["seq"] < stages.begins[0], dense, ratio)
-    granted = np.append(recount.grants["local_steps"], 1)[recount.push_permit]  # -1, no grant: the first iteration
-    known = (recount.push_permit >= 0) | (pushes["iteration"] == 1)
     return check_all(
         "local steps and ratios are as planned",
         (
@@ -376,10 +374,7 @@ def workers_do_what_is_planned(stages: Stages) -> Check:
             lambda i: f"grant of seq {grants['seq'][i]}: ratio {grants['ratio'][i]}, not {ratio[i]}",
         ),
         (~np.isinf(grants["commit_s"]), lambda i: f"grant of seq {grants['seq'][i]} has a commit time"),
-        (
-            known & (pushes["local_steps"] != granted) & ~(recount.may_be_cut & (pushes["local_steps"] < granted)),
-            lambda i: f"push of seq {pushes['seq'][i]}: {pushes['local_steps'][i]} local steps, granted {granted[i]}",
-        ),
+        other_steps(recount, 1),
     )
 
 

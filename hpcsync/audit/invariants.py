@@ -20,9 +20,10 @@ from hpcsync.audit.progress import (
     the_run_ends_by_its_rule,
     times_add_up,
 )
-from hpcsync.audit.server_recount import NUMBERED, Recount, last_of
+from hpcsync.audit.server_recount import NUMBERED, Recount, last_of, other_steps
 from hpcsync.audit.training import check_training
 from hpcsync.config.job import Script
+from hpcsync.paradigms.records import UNTIL
 from hpcsync.trace.iteration_counts import NEVER, running_count
 from hpcsync.trace.reader import Trace
 from hpcsync.trace.schema import Change, Outcome, Release, Rows
@@ -267,13 +268,14 @@ def staleness_is_recounted(recount: Recount) -> Check:
 def samples_add_up(recount: Recount) -> Check:
     """Check that /updates sums the batch sizes of its contributions and that /evaluations agrees with /updates.
 
-    Where all batches have equal sizes, a push has the samples of its local steps: as many steps as the job says, unless
-    workers push the change of their weights. Scripts choose their batches.
+    A push has as many local steps as its grant says, and where all batches have equal sizes their samples. Scripts
+    choose their batches. Without a grant it has the steps of the job, unless workers push the change of their weights:
+    there the paradigm says how many.
     """
     updates, pushes, job = recount.updates, recount.pushes, recount.job
-    other = (pushes["local_steps"] != job.local_steps) & (not job.commits) & (job.batches.policy == "equal")
+    other = np.zeros(len(pushes), bool)
     if job.batches.policy == "equal" and not isinstance(job.workload, Script):
-        other |= pushes["batch_size"] != job.workload.batch_size * pushes["local_steps"]
+        other = pushes["batch_size"] != job.workload.batch_size * pushes["local_steps"]
     of_applied = np.cumsum(recount.pushes["batch_size"][recount.applied].astype(np.int64))
     last = np.cumsum(updates["n_contributions"]) - 1
     counted = of_applied[last[last < len(of_applied)]]
@@ -284,6 +286,7 @@ def samples_add_up(recount: Recount) -> Check:
             lambda i: f"version {i + 1} has {updates['samples'][i]} samples, its pushes have {counted[i]}",
         ),
         evaluations_agree(recount.evaluations, updates, updates["now_s"]),
+        other_steps(recount, UNTIL if job.commits else job.local_steps),
         (
             other,
             lambda i: (

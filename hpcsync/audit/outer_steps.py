@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from hpcsync.audit.check import SAME, Check, alike, check_all, check_rows
-from hpcsync.audit.server_recount import Recount
+from hpcsync.audit.server_recount import Recount, other_steps
 from hpcsync.paradigms.options import ParadigmOptions
 from hpcsync.paradigms.records import UNUSED
-from hpcsync.trace.schema import ELAPSED, Change, Outcome
+from hpcsync.trace.schema import ELAPSED, Change
 
 
 def check_outer_steps(recount: Recount, options: Any) -> list[Check]:
@@ -28,7 +28,9 @@ def check_outer_steps(recount: Recount, options: Any) -> list[Check]:
         weights_are_shares(recount, by_samples=options.weigh == "samples"),
         _first("updates wait for the quorum and the grace window", account.wrong_updates, account.n_updates),
         _first("local steps follow the workers' speeds", account.wrong_steps, account.n_grants),
-        steps_are_made(recount, options),
+        check_all(
+            "pushes have the granted local steps", other_steps(recount, 1 if options.by_speed else options.steps)
+        ),
     ]
 
 
@@ -59,25 +61,6 @@ def weights_are_shares(recount: Recount, *, by_samples: bool) -> Check:
         f"weights are shares of the update's {'samples' if by_samples else 'contributions'}",
         known & ~alike(weight, expected),
         lambda i: f"push of seq {recount.pushes['seq'][i]} has weight {weight[i]}, not {expected[i]}",
-    )
-
-
-def steps_are_made(recount: Recount, options: Any) -> Check:
-    """Check that a push has the granted local steps; what its worker's departure or the end cuts short may have fewer.
-
-    The first push is of one step where steps follow the speeds.
-    """
-    pushes, permit = recount.pushes, recount.push_permit
-    first = 1 if options.by_speed else options.steps
-    granted = np.where(permit < 0, first, np.append(recount.grants["local_steps"], first)[permit])
-    cut = recount.may_be_cut | (pushes["outcome"] == Outcome.DROPPED)
-    made = pushes["local_steps"]
-    return check_all(
-        "pushes have the granted local steps",
-        (
-            (made > granted) | ((made < granted) & ~cut),
-            lambda i: f"push of seq {pushes['seq'][i]}: {made[i]} local steps, granted {granted[i]}",
-        ),
     )
 
 

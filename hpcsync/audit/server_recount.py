@@ -12,7 +12,9 @@ from functools import cached_property
 
 import numpy as np
 
+from hpcsync.audit.check import Part
 from hpcsync.audit.clock_errors import clock_errors_s
+from hpcsync.paradigms.records import UNTIL
 from hpcsync.trace.iteration_counts import NEVER, follow, running_count
 from hpcsync.trace.reader import Trace
 from hpcsync.trace.schema import ELAPSED, EVALUATED, EVENTS, Change, Outcome, Rows
@@ -439,6 +441,23 @@ def _first_missing(seqs: Rows) -> int:
 def next_of(worker_of: Rows, among: Rows, worker: Rows, after: Rows) -> Rows:
     """Return the first of the rows `among` after each `after` that is the worker's, or NEVER. among: ascending."""
     return _beside(worker_of, among, worker, after, 0, NEVER)
+
+
+def other_steps(recount: Recount, first: int) -> Part:
+    """Return which pushes do not have the granted local steps; what a departure or the end cuts short may have fewer.
+
+    Parameters
+    ----------
+    first
+        Local steps of a push without a grant; UNTIL, as in a grant: as many as fit into a time.
+    """
+    pushes = recount.pushes
+    made, granted = pushes["local_steps"], np.append(recount.grants["local_steps"], first)[recount.push_permit]
+    cut = recount.may_be_cut | (pushes["outcome"] == Outcome.DROPPED)
+    return (
+        (granted != UNTIL) & ((made > granted) | ((made < granted) & ~cut)),
+        lambda i: f"{recount.push_name(i)} has {made[i]} local steps, granted {granted[i]}",
+    )
 
 
 def last_of(worker_of: Rows, among: Rows, worker: Rows, upto: Rows) -> Rows:

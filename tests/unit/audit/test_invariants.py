@@ -273,14 +273,18 @@ def test_a_wrong_batch_size(ssp):
     assert failing(edit(ssp, "pushes", 5, batch_size=9)) == {SAMPLES, REPLAY_GRANTS, WEIGHTS}
 
 
-@pytest.mark.parametrize("paradigm", ["bsp", "dssp", "k-batch-sync", "async-diloco"])
-def test_a_push_has_the_samples_of_its_steps_also_if_it_is_dropped(paradigm):
+@pytest.mark.parametrize("paradigm", ["asp", "dssp", "k-batch-sync", "async-diloco"])
+def test_a_push_has_the_granted_steps_and_their_samples_also_if_it_is_dropped(paradigm):
     trace = record(paradigm, jitter=0.3)
     assert failing(trace) == set()
     pushes = trace.tables["pushes"]
-    for row in np.flatnonzero(pushes["outcome"] == Outcome.DROPPED):
-        for column in ("batch_size", "local_steps"):
-            assert SAMPLES in failing(edit(trace, "pushes", row, **{column: pushes[column][row] + 1}))
+    rows = np.flatnonzero(pushes["outcome"] == Outcome.DROPPED)
+    assert len(rows)
+    for row in rows:
+        batch_size, steps = (int(pushes[column][row]) for column in ("batch_size", "local_steps"))
+        for other in (batch_size + 1, steps), (batch_size, steps + 1), (batch_size // steps * (steps + 1), steps + 1):
+            columns = dict(zip(("batch_size", "local_steps"), other, strict=True))
+            assert SAMPLES in failing(edit(trace, "pushes", row, **columns))
 
 
 def test_a_wrong_sum_of_samples(ssp):
