@@ -587,6 +587,9 @@ class _Wrapped(IterableDataset[Any]):
         return iter(self._data)
 
 
+_CallsAFunction = type(iter(int, None))
+
+
 def _sized(batches: Iterable[Any]) -> Iterator[Batch]:
     return ((n_samples(batch), batch) for batch in batches)
 
@@ -667,6 +670,13 @@ def with_generators(items: Iterable[T], *seed: int) -> Iterator[T]:
             item = next(iterator)
         except StopIteration:
             return
+        except ValueError as error:
+            if isinstance(iterator, _CallsAFunction) and "truth value" in str(error):
+                raise JobError(
+                    "shard: iter(function, None) compares each batch with None, which an array does not allow: let the "
+                    "function return a tensor, or a tuple of arrays"
+                ) from None
+            raise
         finally:
             own = _generators()
             _set_generators(outside)

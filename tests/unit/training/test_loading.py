@@ -479,6 +479,12 @@ def test_a_batch_has_the_samples_of_its_first_tensor(batch):
     assert n_samples(batch) == 5
 
 
+def test_a_function_that_returns_a_bare_array_is_refused():
+    """Python compares what it returns with None."""
+    with pytest.raises(JobError, match="return a tensor, or a tuple of arrays"):
+        used(iter(lambda: np.zeros(4), None), 0)
+
+
 def test_a_batch_without_a_tensor_is_refused():
     with pytest.raises(JobError, match="a batch that is a list without a tensor"):
         n_samples(["a", 3, torch.tensor(1.0)])
