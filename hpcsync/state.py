@@ -7,7 +7,7 @@ about an object follows from the job and is created anew: what is not declared i
 A declared type is one of::
 
     bool, int, float, str, None, an enumeration, X | Y
-    list[X], set[X], deque[X], tuple[X, ...], tuple[X, Y], dict[str, X], dict[int, X]
+    list[X], set[X], deque[X], tuple[X, ...], tuple[X, Y], dict[str, X], dict[int, X], dict[int | str, X]
     a named tuple or a data class           of such types; fields in `later_fields` may be missing in an old checkpoint
     a class with declared state
     Any                                     plain values for another `restore`
@@ -168,7 +168,7 @@ def restore_arrays(live: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
 
 def built_key(kind: type, key: Any) -> Any:
     """Return a dictionary's key, which JSON may have made a string."""
-    if kind is int and isinstance(key, str) and key.lstrip("-").isdecimal():
+    if int in (kind, *get_args(kind)) and isinstance(key, str) and key.lstrip("-").isdecimal():
         return int(key)
     return built(kind, key)
 

@@ -20,6 +20,7 @@ optimizer that is not element-wise needs whole parameters.
 
 from __future__ import annotations
 
+import copy
 import math
 import zlib
 from collections import OrderedDict, defaultdict
@@ -202,6 +203,11 @@ class ScriptOptimizers:
         """Let the optimizers keep in their groups what those of a server have kept, if they have stepped there."""
         _keep_in_groups(self.optimizers, self.own_keys, kept)
 
+    def keep_of_all(self, kept: Sequence[Mapping[Any, Any]]) -> None:
+        """Let the optimizers keep what those of a server have kept of all parameters together (`kept_of_all`)."""
+        for optimizer, values in zip(self.optimizers, kept, strict=True):
+            optimizer.state.update(values)
+
     def digest(self) -> int:
         """Return 24 bits that are the same on workers whose optimizers have the same numbers, and step alike so far."""
         return zlib.crc32(np.array([*self._stated_numbers(), self.skips, self.before]).tobytes()) & 0xFFFFFF
@@ -292,6 +298,11 @@ def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     packages = {kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__}
     inner = getattr(optimizer, "optimizer", None)
     return unwrapped(inner) if packages & WRAPPERS and isinstance(inner, torch.optim.Optimizer) else optimizer
+
+
+def kept_of_all(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+    """Return what an optimizer keeps in its state of all parameters together, such as a count of steps."""
+    return {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
 
 
 def replace_step(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> Callable[[], None]:
@@ -433,7 +444,7 @@ def own_and_changed(optimizer: torch.optim.Optimizer, key: str) -> str:
 class _Keeping(Stateful):
     """State of what optimizers keep of their parameters and in their groups."""
 
-    state_types = {"_kept": list[dict[int, Any]], "kept_in_groups": KeptInGroups}
+    state_types = {"_kept": list[dict[int | str, Any]], "kept_in_groups": KeptInGroups}
     optimizers: Sequence[torch.optim.Optimizer]
     _script: ScriptOptimizers
 
@@ -442,11 +453,11 @@ class _Keeping(Stateful):
         super().restore({"kept_in_groups": [], **state})
 
     @property
-    def _kept(self) -> list[dict[int, Any]]:
+    def _kept(self) -> list[dict[int | str, Any]]:
         return [optimizer.state_dict()["state"] for optimizer in self.optimizers]
 
     @_kept.setter
-    def _kept(self, saved: list[dict[int, Any]]) -> None:
+    def _kept(self, saved: list[dict[int | str, Any]]) -> None:
         for optimizer, kept in zip(self.optimizers, saved, strict=True):
             groups = optimizer.state_dict()["param_groups"]
             optimizer.load_state_dict({"state": kept, "param_groups": groups})
@@ -724,7 +735,7 @@ def _twin(
         {**group, "params": [pieces[id(p)].parameter for p in parameters]}
         for group, parameters in zip(optimizer.param_groups, kept, strict=True)
     ]
-    twin.state = defaultdict(dict)
+    twin.state = defaultdict(dict, copy.deepcopy(kept_of_all(optimizer)) if any(kept) else {})
     for parameter in chain.from_iterable(kept):
         piece = pieces[id(parameter)]
         span = flat.spans[piece.index]

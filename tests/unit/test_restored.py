@@ -561,6 +561,7 @@ PASSING |= {
     "agreed",
     "loop",
     "in_loop",
+    "data_read",
     "batch_size",
     "computed_s",
     "_skip_by",

@@ -19,7 +19,7 @@ from hpcsync.mpi.session_base import Given, RankSession
 from hpcsync.mpi.transport import messages
 from hpcsync.training import compressor, loading, update_rules
 from hpcsync.training.optimizers import OptimizerSpec, ServerOptimizer
-from hpcsync.training.script_optimizers import PieceOptimizer
+from hpcsync.training.script_optimizers import PieceOptimizer, kept_of_all
 
 # What `loss`, `total / n`, `losses[-1]` and `max(losses)` raise after a loop without batches.
 OF_EMPTY_LOOPS = (NameError, ZeroDivisionError, IndexError, ValueError)
@@ -90,11 +90,14 @@ class LinkedSession(RankSession):
         if self._script is None or self._job.paradigm.steps_on_workers:
             return
         own = [] if self._pieces is None else self._pieces.kept_pieces()
-        in_groups = None if self._pieces is None else self._pieces.kept_in_groups
+        in_groups, of_all = None, None
+        if self._pieces is not None:
+            in_groups, of_all = self._pieces.kept_in_groups, [*map(kept_of_all, self._pieces.optimizers)]
         for server in range(self._roles.n_servers):
             for i in range(comm.bcast(len(own), server)):  # one by one: together they may be too large for a message
                 self._script.adopt([comm.bcast(own[i] if comm.rank == server else None, server)])
             self._script.keep_in_groups(comm.bcast(in_groups, server))
+            self._script.keep_of_all(comm.bcast(of_all, server))
         stated = comm.bcast(self._script.step_to_make().numbers, comm.size - 1)  # the last rank is a worker
         if self.worker is None:
             self._script.set_numbers(stated)

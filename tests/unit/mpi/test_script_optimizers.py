@@ -767,7 +767,7 @@ def test_each_of_two_optimizers_has_what_its_servers_have_kept_in_its_groups(com
                 optimizer.step()
     for optimizer in optimizers:
         (group,) = optimizer.param_groups
-        assert (group["k"], group["weight_decay"]) == (STEPS, 0.5 / STEPS)
+        assert (group["k"], group["weight_decay"], optimizer.state["steps"]) == (STEPS, 0.5 / STEPS, STEPS)
 
 
 @pytest.mark.parametrize("paradigm", ["bsp", "allreduce"])
