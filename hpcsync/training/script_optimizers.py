@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from hpcsync.config.errors import JobError
+from hpcsync.config.errors import JobError, shown
 from hpcsync.config.torch_optimizers import IMPLEMENTATION
 from hpcsync.state import Stateful, built, plain
 from hpcsync.training.flat_model import FlatModel, laid_out_as
@@ -123,6 +123,7 @@ class ScriptOptimizers:
         self.before, self.makes_step = -1, False
         self.steps = [optimizer.step for optimizer in optimizers]  # before a session takes them over
         self.numbers = tuple(chain.from_iterable(_numbers(index, each) for index, each in enumerate(optimizers)))
+        self._fixed = [*_fixed(optimizers)]
         self._rates: list[float] = []  # of all groups, as last told
         self.own_keys: list[list[set[str]]] = [[set() for _ in each.param_groups] for each in optimizers]
         owner = {id(p): index for index, each in enumerate(optimizers) for p in parameters_of(each)}
@@ -176,7 +177,19 @@ class ScriptOptimizers:
         return [] if len(rates) == 1 else [(at, rate) for at, (rate, last) in enumerate(known) if rate != last]
 
     def statement(self) -> np.ndarray:
-        """Return what a worker states with its push, shape (n_stated,)."""
+        """Return what a worker states with its push, shape (n_stated,).
+
+        Raises
+        ------
+        JobError
+            If the script has changed an option that cannot be stated.
+        """
+        for (optimizer, key, before), (*_, now) in zip(self._fixed, _fixed(self.optimizers), strict=False):
+            if now != before:
+                raise JobError(
+                    f"optimizer {optimizer}: {key} = {shown(now)}: must stay {shown(before)} where servers step: only "
+                    "numbers of its groups may change"
+                )
         return np.array([*self._stated_numbers(), *map(float, self.present)])
 
     def _stated_numbers(self) -> list[float]:
@@ -372,6 +385,15 @@ def _numbers(index: int, optimizer: torch.optim.Optimizer) -> Iterator[Number]:
                 yield Number(index, at, key, len(value))
             elif is_number(value):
                 yield Number(index, at, key, 0)
+
+
+def _fixed(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[tuple[str, str, Any]]:
+    """Yield the options that are no numbers and change what a step does: name of the optimizer, key and value."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for key in sorted(optimizer.defaults.keys() & group.keys() - {*IMPLEMENTATION}):
+                if isinstance(group[key], bool | str):
+                    yield type(optimizer).__name__, key, group[key]
 
 
 def is_number(value: Any) -> bool:

@@ -136,3 +136,15 @@ def test_a_rate_that_the_step_on_a_server_and_a_scheduler_change_is_refused():
             piece.follow([stated])
     with pytest.raises(JobError, match="Counting: changes weight_decay in its step, on the servers"):
         piece.follow([stated])
+
+
+def test_an_option_that_cannot_be_stated_must_stay():
+    model = torch.nn.Linear(2, 1)
+    flat = FlatModel(model, list(model.parameters()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    script = ScriptOptimizers([optimizer], flat)
+    optimizer.param_groups[0]["momentum"] = 0.5
+    script.statement()
+    optimizer.param_groups[0]["nesterov"] = True
+    with pytest.raises(JobError, match="optimizer SGD: nesterov = true: must stay false where servers step"):
+        script.statement()
