@@ -6,7 +6,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from hpcsync.config.base import Positive, Table
+from hpcsync.config.base import NotNegative, Positive, Table
 from hpcsync.config.errors import JobError
 
 
@@ -24,7 +24,7 @@ class Prediction(Table):
     """
 
     seconds: Positive = Field(description="a number greater than 0")
-    low_s: Positive | None = None
+    low_s: NotNegative | None = None
     high_s: Positive | None = None
     samples_per_s: Positive | None = None
 

@@ -133,7 +133,7 @@ def prediction(runs: Iterable[Summary]) -> dict[str, float]:
     if len(times) > 1:
         spread = math.sqrt(sum((time - mean) ** 2 for time in times) / (len(times) - 1) * (1 + 1 / len(times)))
         half = spread * float(t.ppf(0.9, len(times) - 1))
-        found |= {"low_s": max(1e-3 * mean, mean - half), "high_s": mean + half}
+        found |= {"low_s": max(0.0, mean - half), "high_s": mean + half}
     speeds = [run.samples_per_s for run in runs if run.samples_per_s]
     return found | ({"samples_per_s": sum(speeds) / len(speeds)} if speeds else {})
 

@@ -421,7 +421,7 @@ def test_a_prediction_is_of_one_number_of_workers(path: Path) -> None:
     ],
 )
 def test_a_prediction_of_another_job_is_dropped(path: Path, overrides: list[str], seconds: float | None) -> None:
-    path.write_text(TOML + "\n[predicted]\nseconds = 3.0\nlow_s = 2.0\nhigh_s = 3.5\n")
+    path.write_text(TOML + "\n[predicted]\nseconds = 3.0\nlow_s = 0.0\nhigh_s = 3.5\n")
     found = load(path, overrides).predicted
     assert (found and found.seconds) == seconds
 
