@@ -63,7 +63,7 @@ def reward(times_s: Sequence[float], losses: Sequence[float], loss_target: float
         loss does not fall from each to the next, is below the target from the start, or never reaches it. (On a
         straight line, where d is infinite, the time is that of the line.)
     """
-    if len(times_s) != 3 or not all(map(math.isfinite, (*times_s, *losses))):
+    if len(times_s) != 3:
         return -math.inf
     (t0, t1, t2), (l0, l1, l2) = times_s, losses
     if not (t0 < t1 < t2 and l0 > l1 > l2 and loss_target < l0):

@@ -81,6 +81,10 @@ def test_nearly_straight_lines_are_no_trouble(slope, bend):
         ((0.0, 1.0, 2.0), (3.0, 2.0, 5 / 3), 0.5),
         ((0.0, 1.0, 2.0), (-1.0, -2.0, -2.5), 0.5),  # reached from the start
         ((1.0, 2.0, 3.0), (3e200, 2e200, 1e200), 2.7e200),
+        ((0.0, 1e-10, 1.0), (1.0, 1e-320, 0.0), 0.5),  # a product underflows
+        ((0.0, 1.0, 2.0), (math.inf, 2.0, 1.0), 0.5),
+        ((1.0, 2.0, math.inf), (3.0, 2.0, 1.0), 1.5),
+        ((0.0, 1.0, 2.0), (3.0, 2.0, -math.inf), 0.5),
     ],
 )
 def test_invalid_points_have_the_lowest_reward(times_s, losses, loss_target):
