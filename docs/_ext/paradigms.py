@@ -13,7 +13,7 @@ CONTROLLERS = ("adaptive-k", "batch-allocation", "dc-asgd")  # pages about what 
 
 def pages() -> dict[str, str]:
     """Return the Markdown of the table and of the list, by the name of the generated file."""
-    head = ["| paradigm | waiting | update | source |", "|---|---|---|---|"]
+    head = ["| paradigm | servers | waiting | update | source |", "|---|---|---|---|---|"]
     listed = dict.fromkeys(options.page or name for name, options in OPTIONS.items())
     return {
         "paradigms.md": "\n".join([*head, *map(_row, OPTIONS.values())]) + "\n",
@@ -26,7 +26,8 @@ def _row(options: type[ParadigmOptions]) -> str:
     if not (options.waiting and options.update):
         raise ValueError(f"{options.__module__}: {options.__name__} does not say who waits and what an update is")
     link = f"[`{name}`](../paradigms/{options.page or name}.md)"
-    return f"| {link} | {options.waiting} | {options.update} | {options.source} |"
+    servers = "yes" if options.policy else "no"
+    return f"| {link} | {servers} | {options.waiting} | {options.update} | {options.source} |"
 
 
 def described(options: type[ParadigmOptions]) -> dict[str, str]:
