@@ -227,6 +227,11 @@ class Iterations(Stateful):
             skip = max(0, skip - known)
         return found
 
+    @property
+    def training_epochs(self) -> int:
+        """Training epochs that have begun, of all loaders."""
+        return self._training_epochs
+
     def begin_again(self) -> None:
         """Begin another iteration with the samples of the last one, for a step that has no batch of its own.
 

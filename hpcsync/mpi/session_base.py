@@ -47,7 +47,14 @@ from hpcsync.training.flat_model import FlatModel
 from hpcsync.training.gradient import Loss
 from hpcsync.training.loading import different_data
 from hpcsync.training.optimizers import OptimizerSpec
-from hpcsync.training.script_optimizers import ScriptOptimizers, parameters_of, replace_step, same, unscale
+from hpcsync.training.script_optimizers import (
+    ScriptOptimizers,
+    different_rates,
+    parameters_of,
+    replace_step,
+    same,
+    unscale,
+)
 from hpcsync.training.untrained import UntrainedParameters
 from hpcsync.workloads.registry import Evaluate
 
@@ -149,7 +156,8 @@ class RankSession(Session):
         self._checks: StepChecks | None = None  # of a worker that runs a script
         self._problems: set[Problem] = set()  # of the steps since the last push
         self._iterations: Iterations  # of a worker
-        self._stepped = False
+        self._n_steps = 0  # made by the script
+        self._last_rates: tuple[tuple[int, int], list[float]] | None = None  # of the last step that was told
         self._session_stepped = False  # since the latest step of any optimizer on these parameters began
         self._roles = roles = Roles(job.cluster.servers, job.cluster.workers)
         worker = None if roles.is_server(comm.rank) else roles.worker(comm.rank)
@@ -259,7 +267,7 @@ class RankSession(Session):
             )
 
     def _on_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.worker == 0 and self._stepped and not self._said_where_state_is:
+        if self.worker == 0 and self._n_steps and not self._said_where_state_is:
             self._said_where_state_is = True
             line = (
                 "optimizer.state_dict: its state is on the servers until the end of the with block; save it after that"
@@ -267,7 +275,7 @@ class RankSession(Session):
             print(f"hpcsync: {line}, or use checkpoint= of connect", file=sys.stderr, flush=True)
 
     def _on_load_state_dict(self, optimizer: torch.optim.Optimizer, state: Any) -> None:
-        if not self._stepped and same(optimizer.state_dict()["state"], state["state"]):
+        if not self._n_steps and same(optimizer.state_dict()["state"], state["state"]):
             return  # as Accelerate does to move it to a device
         raise RuntimeError("optimizer.load_state_dict: its state is on the servers by now; load it before connect")
 
@@ -333,7 +341,7 @@ class RankSession(Session):
         losses = self._take_losses(loss)
         mean_loss = sum(losses) / len(losses) if losses else math.nan
         self.flat.gather_gradient()
-        self._stepped = True
+        self._n_steps += 1
         if complete:
             found = Problem.of_losses(mean_loss) if self._has_loss else Problem.NONE
             if self._checks is not None:
@@ -352,7 +360,12 @@ class RankSession(Session):
 
         A job's rate is NaN.
         """
-        return (math.nan, ()) if self._script is None else (self._script.lr, self._script.changed_rates())
+        if self._script is None:
+            return math.nan, ()
+        changed = self._script.changed_rates()
+        step = self.batches_before + self._n_steps, self._iterations.training_epochs
+        self._last_rates = None if self._script.sets_rates else (step, self._script.told_rates)
+        return self._script.lr, changed
 
     @property
     def _skips(self) -> bool:
@@ -434,7 +447,7 @@ class RankSession(Session):
                 together = survivors(self._comm) if self._tolerant else self._comm
                 complete = together.size == self._comm.size
                 self._share_results(together)
-                self._compare_data(together)
+                self._compare_workers(together)
                 if complete:
                     self._free()
                     self._layers.free()
@@ -454,13 +467,16 @@ class RankSession(Session):
         """Give all ranks what others have at the end; collective over the survivors."""
         self._layers.share(comm)
 
-    def _compare_data(self, comm: MPI.Intracomm) -> None:
-        """Say on rank 0 if workers have read other data than others, of which each has used a part only."""
+    def _compare_workers(self, comm: MPI.Intracomm) -> None:
+        """Say on rank 0 what of the workers should be alike and is not: data that they share, and schedules."""
         if self._script is None:
             return
-        of_ranks = comm.gather({} if self.worker is None else self._iterations.data_read)
-        if of_ranks is not None and (line := different_data(of_ranks)):
-            print(f"hpcsync: {line}", file=sys.stderr, flush=True)
+        read = {} if self.worker is None else self._iterations.data_read
+        of_ranks = comm.gather((read, self._last_rates))
+        if of_ranks is not None:
+            lines = different_data([read for read, _ in of_ranks]), different_rates([each for _, each in of_ranks])
+            for line in filter(None, lines):
+                print(f"hpcsync: {line}", file=sys.stderr, flush=True)
 
     def _conclude(self) -> None:
         """Finish the outputs, after the last rank has finished."""

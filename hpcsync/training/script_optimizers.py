@@ -110,6 +110,8 @@ class ScriptOptimizers:
         Index of the optimizer of the latest step on this worker; -1 before the first.
     makes_step
         True while an optimizer's own step is made on this worker.
+    told_rates
+        Learning rates of all groups, as last told.
     own_keys
         For each group of each optimizer, the keys whose values its own steps on this rank change.
     """
@@ -124,7 +126,7 @@ class ScriptOptimizers:
         self.steps = [optimizer.step for optimizer in optimizers]  # before a session takes them over
         self.numbers = tuple(chain.from_iterable(_numbers(index, each) for index, each in enumerate(optimizers)))
         self._fixed = [*_fixed(optimizers)]
-        self._rates: list[float] = []  # of all groups, as last told
+        self.told_rates: list[float] = []
         self.own_keys: list[list[set[str]]] = [[set() for _ in each.param_groups] for each in optimizers]
         owner = {id(p): index for index, each in enumerate(optimizers) for p in parameters_of(each)}
         self.owner = [owner[id(p)] for p in flat.parameters]  # index of each parameter's optimizer
@@ -166,13 +168,18 @@ class ScriptOptimizers:
         """Learning rate of the first group of the optimizer whose step is under way, or of the first one."""
         return float(self.optimizers[self.stepping or 0].param_groups[0]["lr"])
 
+    @property
+    def sets_rates(self) -> bool:
+        """True if an optimizer's own step on this rank changes a learning rate."""
+        return any("lr" in keys for groups in self.own_keys for keys in groups)
+
     def changed_rates(self) -> list[tuple[int, float]]:
         """Return index and learning rate of each group whose rate has changed since the last call.
 
         The first call returns all groups. With a single group there are none: its rate is `lr`.
         """
         rates = [float(group["lr"]) for each in self.optimizers for group in each.param_groups]
-        before, self._rates = self._rates or [math.nan] * len(rates), rates
+        before, self.told_rates = self.told_rates or [math.nan] * len(rates), rates
         known = zip(rates, before, strict=False)  # a group that is added in the loop ends the run, as any other change
         return [] if len(rates) == 1 else [(at, rate) for at, (rate, last) in enumerate(known) if rate != last]
 
@@ -450,6 +457,26 @@ def different(stepping: Iterable[int]) -> str:
     """Return the refusal of an update to which workers contribute with different optimizers."""
     numbers = ", ".join(map(str, sorted(stepping)))
     return f"step: all workers must step the same optimizer in the same update; they step optimizers {numbers}"
+
+
+def different_rates(last: Iterable[tuple[tuple[int, int], list[float]] | None]) -> str:
+    """Return a line if workers that have come equally far have different learning rates; "" if there are none.
+
+    Parameters
+    ----------
+    last
+        Of each rank the numbers of its steps and training epochs, and the rates of all groups in the last one; None for
+        a server.
+    """
+    first: dict[tuple[int, int], list[float]] = {}
+    for at, rates in filter(None, last):
+        for one, other in zip(first.setdefault(at, rates), rates, strict=False):
+            if not math.isclose(one, other, rel_tol=1e-9):
+                return (
+                    f"the workers' learning rates differ in step {at[0]}: {one:.4g} and {other:.4g}; a scheduler that "
+                    "follows a loss, such as ReduceLROnPlateau, must get the same one on every worker"
+                )
+    return ""
 
 
 def own_and_changed(optimizer: torch.optim.Optimizer, key: str) -> str:

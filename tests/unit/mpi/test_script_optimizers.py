@@ -538,7 +538,9 @@ def test_after_the_run_the_optimizer_has_its_state(comm, needs, folder, servers,
         theirs.step()
     mine, expected = optimizer.state_dict(), theirs.state_dict()
     assert mine["param_groups"] == expected["param_groups"]
-    assert mine["state"].keys() == expected["state"].keys() and len(mine["state"]) == (0 if make is decaying else 6)
+    assert mine["state"].keys() == expected["state"].keys()
+    assert len(mine["state"]) == {two_groups: 6, counting: 7, decaying: 0}[make]
+    assert mine["state"].pop("steps", None) == expected["state"].pop("steps", None)
     for index, kept in expected["state"].items():
         assert mine["state"][index].keys() == kept.keys()
         for key, value in kept.items():
@@ -603,6 +605,24 @@ def test_rates_and_losses_are_recorded(comm, needs, folder, paradigm):
         if paradigm in ("bsp", "allreduce"):
             rates = trace.tables["updates"]["lr"][:STEPS]
             np.testing.assert_allclose(rates, [lr for lr, _, _ in together[0]][: len(rates)])
+
+
+@pytest.mark.parametrize("paradigm", ["bsp", "allreduce", "asp"])
+@pytest.mark.parametrize("own", [False, True])
+def test_rates_that_follow_each_worker_s_own_loss_are_said_to_differ(comm, only, folder, paradigm, own, capsys):
+    only(3)
+    model = Net().double()
+    optimizer = sgd(model)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    with hpcsync.connect(model, optimizer, paradigm, out=folder / "run", comm=comm) as sync:
+        for batch in sync.shard(data(BATCH * sync.n_workers * 4), BATCH):
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            optimizer.step()
+            own_loss = -float(schedule.last_epoch) if sync.worker else 1.0  # worker 0's does not fall
+            schedule.step(own_loss if own else 1.0)
+    if comm.rank == 0:
+        assert ("the workers' learning rates differ in step 4" in capsys.readouterr().err) == own
 
 
 @pytest.mark.parametrize("paradigm", ["bsp", "allreduce"])
