@@ -25,6 +25,8 @@ class Read(NamedTuple):
     begun: tuple[str, float]
 
 
+LINK_OF_SERVERS = "cluster.network.server_bandwidth_gbit"  # a condition of those runs only that have servers
+
 Found = dict[grid.Variant, dict[int, Read]]  # runs by seed
 
 
@@ -116,6 +118,8 @@ def _named(variants: Sequence[Mapping[str, str]]) -> list[grid.Variant]:
         choice: list[str] = []
         for key, value in keys.items():
             alike = [other for other in variants if not _option_of_another(key, keys, other)]
+            if key == LINK_OF_SERVERS:
+                alike = [other for other in alike if jobs.default_servers({"name": other["paradigm.name"]})]
             if any(other.get(key) != value for other in alike):
                 word = value if key.endswith(".name") or key == "engine" else f"{key.rpartition('.')[2]}={value}"
                 (choice if grid.is_choice(key) else condition).append(word)

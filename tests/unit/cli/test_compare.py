@@ -311,6 +311,15 @@ def test_runs_are_of_one_variant_if_only_seed_and_name_differ(job: Path, capsys:
     assert len(runs) == 1 and not capsys.readouterr().err, "one run, named twice"
 
 
+def test_the_link_of_servers_is_no_condition_of_runs_without(job: Path) -> None:
+    network = "cluster.network.server_bandwidth_gbit"
+    for i, overrides in enumerate([["paradigm='asp'", f"{network}=40"], ["paradigm='allreduce'"]]):
+        run.simulate(job, ["cluster.network.bandwidth_gbit=10", *overrides], Path(f"runs/{i}"), None)
+    assert [*grouped([Path("runs")])] == [("", "asp"), ("", "allreduce")]
+    run.simulate(job, ["cluster.network.bandwidth_gbit=10", "paradigm='asp'", f"{network}=20"], Path("runs/2"), None)
+    assert len({variant.condition for variant in grouped([Path("runs")])}) == 3, "control: with servers it is one"
+
+
 def test_times_that_were_drawn_for_each_seed_make_no_other_condition(job: Path) -> None:
     for seed, file in ((5, "times-5.csv"), (6, "times-6.csv"), (7, "times-7.csv"), (7, "other-5.csv")):
         lines = [f"{worker},{i},0.1" for worker in range(3) for i in range(2)]
