@@ -6,11 +6,12 @@ from typing import Any, ClassVar
 import pytest
 
 from hpcsync.audit.bounds import GUARANTEES
+from hpcsync.core.assignments import create_paradigm
 from hpcsync.paradigms import OPTIONS
 from hpcsync.paradigms.asp import ASP
 from hpcsync.paradigms.options import ParadigmOptions
 from hpcsync.paradigms.peer_method import PeerMethod
-from tests.unit.jobs import REQUIRED
+from tests.unit.jobs import REQUIRED, make_job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,4 +95,10 @@ def test_declarations_agree(name: str) -> None:
         assert options.contribution == "position", 'workers exchange weights: contribution must be "position"'
     assert method is None or method.transport != "swap" or options.needs_all, "each worker waits for its sender"
     assert set(options.guarantees) <= set(GUARANTEES), "the audit knows no such guarantee"
+    if options.has_servers:
+        job = make_job(paradigm={"name": name, **REQUIRED.get(name, {})}, stop={"samples": 1000})
+        policy = create_paradigm(job)
+        assert policy.name == name
+        in_phases = len(options.phases) > 1
+        assert in_phases or policy.synchronous == options.of_one_version, "`of_one_version` must be that of the policy"
     assert options.waiting and options.update, "the table of paradigms says who waits and what an update is"
