@@ -468,15 +468,25 @@ class RankSession(Session):
         self._layers.share(comm)
 
     def _compare_workers(self, comm: MPI.Intracomm) -> None:
-        """Say on rank 0 what of the workers should be alike and is not: data that they share, and schedules."""
+        """Say on rank 0 if workers' data or schedules differ that should be alike, and how many samples are lost."""
         if self._script is None:
             return
         read = {} if self.worker is None else self._iterations.data_read
-        of_ranks = comm.gather((read, self._last_rates))
-        if of_ranks is not None:
-            lines = different_data([read for read, _ in of_ranks]), different_rates([each for _, each in of_ranks])
-            for line in filter(None, lines):
-                print(f"hpcsync: {line}", file=sys.stderr, flush=True)
+        of_ranks = comm.gather((read, self._last_rates, self._unpushed))
+        if of_ranks is None:
+            return
+        data, rates, unpushed = zip(*of_ranks, strict=True)
+        lines = [different_data(data), different_rates(rates)]
+        if n := sum(unpushed):
+            steps = self._job.local_steps
+            lines.append(f"{n} samples of the last steps are in no push: workers push every {steps} steps")
+        for line in filter(None, lines):
+            print(f"hpcsync: {line}", file=sys.stderr, flush=True)
+
+    @property
+    def _unpushed(self) -> int:
+        """Samples of this worker's steps since its last push, if its loop has ended before the run."""
+        return 0
 
     def _conclude(self) -> None:
         """Finish the outputs, after the last rank has finished."""

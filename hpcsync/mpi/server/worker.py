@@ -365,3 +365,7 @@ class WorkerSession(LinkedSession):
     def _part(self) -> None:
         self._push_rest()
         self._engine.leave()
+
+    @property
+    def _unpushed(self) -> int:
+        return self._machine.n_samples if self._machine.n_steps > 0 and not self.stopped else 0

@@ -192,6 +192,24 @@ def test_data_of_which_each_worker_has_another_part_are_said_to_differ(comm, onl
         assert ("the workers have read different data" in capsys.readouterr().err) == part
 
 
+@pytest.mark.once
+@pytest.mark.parametrize(("name", "n_steps", "n_lost"), [("easgd", 3, 8), ("easgd", 4, 0), ("async-diloco", 3, 0)])
+def test_samples_that_no_push_contains_are_said(comm, only, folder, name, n_steps, n_lost, capsys):
+    """The last step of each worker, where a worker that leaves does not push it."""
+    only(3)
+    model = torch.nn.Linear(1, 1)
+    sgd = torch.optim.SGD(model.parameters(), lr=1e-4)
+    options = {"period" if name == "easgd" else "steps": 2}
+    with hpcsync.connect(model, sgd, name, **options, comm=comm, out=folder / "a") as sync:
+        for x, y in islice(sync.shard(DataLoader(DATA, 4)), n_steps):
+            sgd.zero_grad()
+            torch.nn.functional.mse_loss(model(x), y).backward()
+            sgd.step()
+    if comm.rank == 0:
+        said = f"{n_lost} samples of the last steps are in no push: workers push every 2 steps"
+        assert (said in capsys.readouterr().err) == (n_lost > 0)
+
+
 def endlessly(batches: Any) -> Iterator[Any]:
     while True:
         yield from batches
