@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -228,7 +229,7 @@ class Session(ABC):
         self._refuse_outside()
         asked = Asked(dataset, batch_size, epochs, sharded, accumulate)
         self._count_loops_after_end()
-        batches = self._batches(asked)
+        batches = Batches(iter(()), lambda: len(self._batches(asked))) if self._is_over else self._batches(asked)
         batches.again = lambda: self._again(asked)
         return batches
 
@@ -251,8 +252,21 @@ class Session(ABC):
         return self.stopped
 
     def _ends_with(self, error: BaseException | None) -> bool:
-        """Return whether an exception only says that the script has asked for a batch after the end of the run."""
-        return self._is_over and isinstance(error, StopIteration | RunIsOver)
+        """Return whether an exception only says that the script has asked for a batch after the end of the run.
+
+        What follows in the block is not executed, so worker 0 says where it ended.
+        """
+        if not (self._is_over and isinstance(error, StopIteration | RunIsOver)):
+            return False
+        if self.worker == 0 and error.__traceback__ is not None:
+            where = error.__traceback__
+            print(
+                f"hpcsync: the run is over, and the with block ended in line {where.tb_lineno} of "
+                f"{where.tb_frame.f_code.co_filename}, where next found no batch",
+                file=sys.stderr,
+                flush=True,
+            )
+        return True
 
     @abstractmethod
     def _batches(self, asked: Asked) -> Batches:

@@ -157,6 +157,7 @@ class RankSession(Session):
         self._problems: set[Problem] = set()  # of the steps since the last push
         self._iterations: Iterations  # of a worker
         self._n_steps = 0  # made by the script
+        self._has_skipped = False  # a step, as a GradScaler does
         self._last_rates: tuple[tuple[int, int], list[float]] | None = None  # of the last step that was told
         self._session_stepped = False  # since the latest step of any optimizer on these parameters began
         self._roles = roles = Roles(job.cluster.servers, job.cluster.workers)
@@ -197,7 +198,7 @@ class RankSession(Session):
             self._weights_were_read()
             of_new = register_module_module_registration_hook(lambda module, _, inner: self._refuse_ddp(module, inner))
             self._taken.callback(of_new.remove)
-            if dist.is_available() and dist.is_initialized():  # otherwise there is none yet
+            if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
                 of_called = register_module_forward_pre_hook(lambda module, _: self._refuse_ddp(module, module))
                 self._taken.callback(of_called.remove)
         self._said_where_state_is = False
@@ -348,6 +349,7 @@ class RankSession(Session):
                 stepping = 0 if self._script is None else self._script.stepping or 0
                 found = self._checks.problem(losses if self._has_loss else [], self.flat.gradient, stepping)
             self._problems.add(Problem.SKIPPED if self._skips else found)
+            self._has_skipped = self._has_skipped or self._skips
         return mean_loss
 
     def _take_problem(self) -> Problem:
@@ -363,9 +365,16 @@ class RankSession(Session):
         if self._script is None:
             return math.nan, ()
         changed = self._script.changed_rates()
-        step = self.batches_before + self._n_steps, self._iterations.training_epochs
-        self._last_rates = None if self._script.sets_rates else (step, self._script.told_rates)
+        step = self._n_steps, self._iterations.training_epochs
+        self._last_rates = (step, self._script.told_rates) if self._may_compare_rates else None
         return self._script.lr, changed
+
+    @property
+    def _may_compare_rates(self) -> bool:
+        """True if workers that have made equally many steps should have the same learning rates."""
+        assert self._script is not None
+        one_rate = not (self._job.paradigm.steps_on_workers or self._script.sets_rates or self._n_optimizers > 1)
+        return one_rate and self.batches_before == 0 and not self._has_skipped
 
     @property
     def _skips(self) -> bool:
@@ -391,9 +400,19 @@ class RankSession(Session):
             self._untrained.restore(state["untrained"])
 
     def _keep_generators(self) -> None:
-        """Let the loop continue with the generators as they are now, whatever it draws in epochs that are over."""
-        device = self.flat.weights.device
-        self._iterations.when_continuing(partial(rng_state.restore, rng_state.state(device), device))
+        """Let the loop continue with the generators as they are now, whatever it draws in epochs that are over.
+
+        Likewise with what the script's optimizers change themselves, whatever its schedulers do in these epochs.
+        """
+        device, script = self.flat.weights.device, self._script
+        generators, kept = rng_state.state(device), [] if script is None else script.kept_in_groups
+
+        def restore() -> None:
+            rng_state.restore(generators, device)
+            if script is not None:
+                script.keep_in_groups(kept)
+
+        self._iterations.when_continuing(restore)
 
     # ---- the end ----
 
@@ -447,7 +466,7 @@ class RankSession(Session):
                 together = survivors(self._comm) if self._tolerant else self._comm
                 complete = together.size == self._comm.size
                 self._share_results(together)
-                self._compare_workers(together)
+                self._tell_of_workers(together)
                 if complete:
                     self._free()
                     self._layers.free()
@@ -467,7 +486,7 @@ class RankSession(Session):
         """Give all ranks what others have at the end; collective over the survivors."""
         self._layers.share(comm)
 
-    def _compare_workers(self, comm: MPI.Intracomm) -> None:
+    def _tell_of_workers(self, comm: MPI.Intracomm) -> None:
         """Say on rank 0 if workers' data or schedules differ that should be alike, and how many samples are lost."""
         if self._script is None:
             return

@@ -19,7 +19,7 @@ import random
 import warnings
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
@@ -37,7 +37,6 @@ from torch.utils.data import (
     TensorDataset,
 )
 from torch.utils.data.dataloader import _BaseDataLoaderIter
-from torch.utils.data.distributed import DistributedSampler
 
 from hpcsync.config.errors import JobError, shown
 from hpcsync.planning.checks import is_whole
@@ -370,7 +369,7 @@ def source(
     if not _is_default(data):
         sampler = data.sampler if batches is None else batches
         draw = partial(with_generators, sampler, *stream)
-        return Read(draw, part, _batch_size(data), loader.load, sharded=sharded, note=note)
+        return Read(draw, part, _batch_size(data), loader.load, note=note)
     _refuse_too_large(data.batch_size or 1, len(data.dataset), at_once=at_once)
     return Ordered(
         len(data.dataset),
@@ -408,8 +407,9 @@ def _numbers_of_data(data: Any) -> list[float]:
 def _numbers_of(values: Any) -> list[float]:
     """Return the mean of the first of some values: samples, or indices of samples; nothing if they are no numbers."""
     try:
-        return [float(torch.as_tensor([values] if isinstance(values, int) else values[:1]).double().mean())]
-    except (TypeError, ValueError, RuntimeError):
+        first = values if isinstance(values, int) or getattr(values, "ndim", 1) == 0 else values[:1]
+        return [float(torch.as_tensor(first).double().mean())]
+    except (TypeError, ValueError, RuntimeError, LookupError):
         return []
 
 
@@ -438,7 +438,7 @@ def _samplers(loader: DataLoader[Any]) -> list[Any]:
 def _is_divided(sampler: Any) -> bool:
     """Return whether a sampler draws one part of several."""
     n_parts = getattr(sampler, "num_replicas", 1)  # of samplers like torch's, too
-    return isinstance(sampler, DistributedSampler) or (is_whole(n_parts) and n_parts > 1)
+    return is_whole(n_parts) and n_parts > 1
 
 
 def _is_torchs(data: Any) -> bool:
@@ -623,17 +623,17 @@ def _first_array(batch: Any) -> Any:
     return next((found for part in parts if (found := _first_array(part)) is not None), None)
 
 
-def different_data(read: Sequence[Mapping[int, list[float]]]) -> str:
+def different_data(read: Iterable[Mapping[tuple[int, int], list[float]]]) -> str:
     """Return a line if workers have read different data where all should read the same; "" if there is none.
 
     Parameters
     ----------
     read
-        For each worker what was noted (`source`) of the training epochs that it has read.
+        For each worker what was noted (`source`) of the first training epochs of its loaders, by loader and epoch.
     """
-    first: dict[int, list[float]] = {}
-    for epoch, numbers in (item for each in read for item in each.items()):
-        other = first.setdefault(epoch, numbers)
+    first: dict[tuple[int, int], list[float]] = {}
+    for at, numbers in (item for each in read for item in each.items()):
+        other = first.setdefault(at, numbers)
         if len(other) != len(numbers) or not np.allclose(other, numbers, rtol=1e-4, equal_nan=True):
             return (
                 "shard: the workers have read different data, of which each has used only its share of the batches; "
@@ -671,7 +671,8 @@ def with_generators(items: Iterable[T], *seed: int) -> Iterator[T]:
         except StopIteration:
             return
         except ValueError as error:
-            if isinstance(iterator, _CallsAFunction) and "truth value" in str(error):
+            of_comparison = error.__traceback__ is not None and error.__traceback__.tb_next is None
+            if isinstance(iterator, _CallsAFunction) and of_comparison:
                 raise JobError(
                     "shard: iter(function, None) compares each batch with None, which an array does not allow: let the "
                     "function return a tensor, or a tuple of arrays"

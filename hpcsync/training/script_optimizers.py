@@ -220,13 +220,19 @@ class ScriptOptimizers:
             keys.update(key for key, mark in _marks(group).items() if mark != then.get(key))
 
     def keep_in_groups(self, kept: KeptInGroups) -> None:
-        """Let the optimizers keep in their groups what those of a server have kept, if they have stepped there."""
+        """Let the optimizers keep in their groups what those of a server, or of a checkpoint, have kept there."""
         _keep_in_groups(self.optimizers, self.own_keys, kept)
+
+    @property
+    def kept_in_groups(self) -> KeptInGroups:
+        """What the optimizers' own steps on this rank have changed in their groups."""
+        return _kept_in_groups(self.optimizers, self.own_keys)
 
     def keep_of_all(self, kept: Sequence[Mapping[Any, Any]]) -> None:
         """Let the optimizers keep what those of a server have kept of all parameters together (`kept_of_all`)."""
+        device = self.flat.weights.device
         for optimizer, values in zip(self.optimizers, kept, strict=True):
-            optimizer.state.update(values)
+            optimizer.state.update((key, _on(device, value)) for key, value in values.items())
 
     def digest(self) -> int:
         """Return 24 bits that are the same on workers whose optimizers have the same numbers, and step alike so far."""
@@ -318,6 +324,10 @@ def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     packages = {kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__}
     inner = getattr(optimizer, "optimizer", None)
     return unwrapped(inner) if packages & WRAPPERS and isinstance(inner, torch.optim.Optimizer) else optimizer
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
 def kept_of_all(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
@@ -515,16 +525,7 @@ class _Keeping(Stateful):
     @property
     def kept_in_groups(self) -> KeptInGroups:
         """What the optimizers' own steps have changed in their groups."""
-        return [
-            [
-                {
-                    key: group[key].item() if isinstance(group[key], torch.Tensor) else group[key]
-                    for key in sorted(keys & _marks(group).keys())
-                }
-                for group, keys in zip(each.param_groups, own, strict=False)
-            ]
-            for each, own in zip(self.optimizers, self._script.own_keys, strict=True)
-        ]
+        return _kept_in_groups(self.optimizers, self._script.own_keys)
 
     @kept_in_groups.setter
     def kept_in_groups(self, saved: KeptInGroups) -> None:
@@ -534,8 +535,8 @@ class _Keeping(Stateful):
 class OwnOptimizer(_Keeping, WorkerOptimizer):
     """The script's optimizers, as they step on the model's own parameters.
 
-    Learning rates and the like are no part of the state: a resumed script goes through its epochs again, and its
-    schedulers with it.
+    Learning rates and the like that the script changes are no part of the state: a resumed script goes through its
+    epochs again, and its schedulers with it.
 
     Parameters
     ----------
@@ -652,19 +653,24 @@ class PieceOptimizer(_Keeping, ServerOptimizer):
         Sums a number over all servers; they all call it at the same update.
     """
 
-    state_types = {"_options": list[list[float]], "_momentum": float}
+    state_types = {"_options": list[list[float]], "_momentum": float, "_stepped": set[int]}
 
     def __init__(
         self, script: ScriptOptimizers, weights: torch.nn.Parameter, shard: slice, reduce: Reduce = float
     ) -> None:
         self._script, self._weights, self._reduce, self._begin = script, weights, reduce, shard.start
         self._momentum = math.nan  # chosen by the paradigm
+        self._stepped: set[int] = set()  # optimizers that have made a step here
         self._pieces = list(_pieces(script.flat, shard))
         self._present = [True] * len(script.flat.parameters)
         by_parameter = {id(script.flat.parameters[piece.index]): piece for piece in self._pieces}
         self.optimizers = [_twin(optimizer, by_parameter, script.flat, shard) for optimizer in script.optimizers]
         self._row: torch.Tensor | None = None
         self._stated: np.ndarray | None = None  # numbers of the last update
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore a state; before format 7 it does not tell which optimizers have made a step."""
+        super().restore({"stepped": [], **state})
 
     def follow(self, stated: Sequence[np.ndarray]) -> None:
         """Take over the numbers that the contributors have stated, or their mean, and all gradients that any has.
@@ -707,6 +713,7 @@ class PieceOptimizer(_Keeping, ServerOptimizer):
             piece.parameter.grad = piece.of(gradient)
         self._clip(stepped)
         for index in sorted({self._script.owner[piece.index] for piece in stepped}):
+            self._stepped.add(index)
             with self._script.own_step(index, self.optimizers[index], lr):
                 self.optimizers[index].step()
         for piece in stepped:
@@ -731,6 +738,14 @@ class PieceOptimizer(_Keeping, ServerOptimizer):
                 here = {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
                 found.append((piece.index, slice(begin, begin + piece.parameter.numel()), here))
         return found
+
+    def kept_of_all(self) -> list[dict[Any, Any]]:
+        """Return for each optimizer what it keeps of all parameters together; nothing if it has made no step here."""
+        cpu = torch.device("cpu")
+        return [
+            {key: _on(cpu, value) for key, value in kept_of_all(each).items()} if index in self._stepped else {}
+            for index, each in enumerate(self.optimizers)
+        ]
 
     def _place(self) -> None:
         """Let the pieces be views of the row, which may be another one than in the last step."""
@@ -849,6 +864,21 @@ def _marks(group: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
 def _mark(value: Any) -> tuple[Any, ...]:
     """Return what tells whether a value has changed; a tensor is not read, for which a GPU would be waited for."""
     return (id(value), value._version) if isinstance(value, torch.Tensor) else (value,)
+
+
+def _kept_in_groups(
+    optimizers: Sequence[torch.optim.Optimizer], own_keys: Sequence[Sequence[set[str]]]
+) -> KeptInGroups:
+    return [
+        [
+            {
+                key: group[key].item() if isinstance(group[key], torch.Tensor) else group[key]
+                for key in sorted(keys & _marks(group).keys())
+            }
+            for group, keys in zip(each.param_groups, own, strict=False)
+        ]
+        for each, own in zip(optimizers, own_keys, strict=True)
+    ]
 
 
 def _keep_in_groups(

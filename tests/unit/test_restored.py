@@ -621,7 +621,7 @@ def settled(it: Any) -> Any:
     """Return what is compared: of a store, whose buffers are windows, its state and its rule."""
     script = it._rule._optimizer if hasattr(it, "made") else it
     if isinstance(script, OwnOptimizer | PieceOptimizer):
-        own = [script._lr] if isinstance(script, OwnOptimizer) else [script._options, script._momentum]
+        own = [script._lr] if isinstance(script, OwnOptimizer) else [script._options, script._momentum, script._stepped]
         return [script._kept, script.kept_in_groups, own, it.weights.clone() if hasattr(it, "made") else 0]
     return [it.state(), it._rule] if isinstance(it, Store) else it
 

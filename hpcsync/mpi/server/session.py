@@ -19,7 +19,7 @@ from hpcsync.mpi.session_base import Given, RankSession
 from hpcsync.mpi.transport import messages
 from hpcsync.training import compressor, loading, update_rules
 from hpcsync.training.optimizers import OptimizerSpec, ServerOptimizer
-from hpcsync.training.script_optimizers import PieceOptimizer, kept_of_all
+from hpcsync.training.script_optimizers import PieceOptimizer
 
 # What `loss`, `total / n`, `losses[-1]` and `max(losses)` raise after a loop without batches.
 OF_EMPTY_LOOPS = (NameError, ZeroDivisionError, IndexError, ValueError)
@@ -90,9 +90,8 @@ class LinkedSession(RankSession):
         if self._script is None or self._job.paradigm.steps_on_workers:
             return
         own = [] if self._pieces is None else self._pieces.kept_pieces()
-        in_groups, of_all = None, None
-        if self._pieces is not None:
-            in_groups, of_all = self._pieces.kept_in_groups, [*map(kept_of_all, self._pieces.optimizers)]
+        in_groups = None if self._pieces is None else self._pieces.kept_in_groups
+        of_all = None if self._pieces is None else self._pieces.kept_of_all()
         for server in range(self._roles.n_servers):
             for i in range(comm.bcast(len(own), server)):  # one by one: together they may be too large for a message
                 self._script.adopt([comm.bcast(own[i] if comm.rank == server else None, server)])

@@ -235,25 +235,39 @@ def test_a_script_resumes_in_its_own_loop(comm, only, folder, monkeypatch, parad
     assert forgets != torch.equal(finished, resumed)
 
 
+class Decaying(Counting):
+    """Decays its learning rate, too."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            group["lr"] *= 0.9
+        return loss
+
+
 @pytest.mark.parametrize(("paradigm", "options"), [("bsp", {}), ("allreduce", {}), ("local-sgd", {"steps": 2})])
 def test_what_a_step_changes_in_its_groups_is_resumed(comm, only, folder, paradigm, options):
+    """A scheduler that changes the same number, where it may, passes through an epoch that is over once more."""
     only(3)
 
     def counted(out: Path, resume: bool = False) -> torch.Tensor:
         torch.manual_seed(5)
         model = torch.nn.Linear(3, 1)
-        counting = Counting(model.parameters(), lr=0.05)
+        counting = Decaying(model.parameters(), lr=0.05)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(counting, 1.0 if paradigm == "bsp" else 0.5)
         given = {**options, "checkpoint": {"updates": 4, "keep": 9}, "resume": resume}
         with hpcsync.connect(model, counting, paradigm, comm=comm, out=out, **given) as sync:
-            for (x,) in sync.shard(torch.utils.data.TensorDataset(torch.ones(40, 3)), batch_size=2):
-                counting.zero_grad()
-                model(x).square().mean().backward()
-                counting.step()
-        numbers = [counting.param_groups[0][key] for key in ("k", "weight_decay")]
+            for _ in range(2):
+                for (x,) in sync.shard(torch.utils.data.TensorDataset(torch.ones(42, 3)), batch_size=2):
+                    counting.zero_grad()
+                    model(x).square().mean().backward()
+                    counting.step()
+                schedule.step()
+        numbers = [counting.param_groups[0][key] for key in ("k", "weight_decay", "lr")]
         return torch.cat([*(p.detach().flatten() for p in model.parameters()), torch.tensor(numbers)])
 
     finished = counted(folder / "a")
-    assert torch.equal(finished, counted(killed(comm, folder / "a"), resume=True))
+    assert torch.equal(finished, counted(killed(comm, folder / "a", 2), resume=True))  # in the second epoch
 
 
 def momentum_encoder(comm: MPI.Intracomm, out: Path, paradigm: str, options: Any, resume: bool) -> torch.Tensor:

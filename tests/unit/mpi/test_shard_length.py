@@ -193,6 +193,20 @@ def test_data_of_which_each_worker_has_another_part_are_said_to_differ(comm, onl
 
 
 @pytest.mark.once
+def test_workers_that_begin_endless_data_again_at_other_times_read_the_same(comm, only, folder, capsys):
+    only(3)
+    model = torch.nn.Linear(1, 1)
+    sgd = torch.optim.SGD(model.parameters(), lr=1e-4)
+    with hpcsync.connect(model, sgd, "asp", comm=comm, out=folder / "a") as sync:
+        few, many = sync.shard(DataLoader(Subset(DATA, range(8)), 4), epochs=None), sync.shard(DataLoader(DATA, 4))
+        for _, (x, y) in islice(zip(few, many, strict=False), 2 + 3 * comm.rank):
+            sgd.zero_grad()
+            torch.nn.functional.mse_loss(model(x), y).backward()
+            sgd.step()
+    assert "different data" not in capsys.readouterr().err
+
+
+@pytest.mark.once
 @pytest.mark.parametrize(("name", "n_steps", "n_lost"), [("easgd", 3, 8), ("easgd", 4, 0), ("async-diloco", 3, 0)])
 def test_samples_that_no_push_contains_are_said(comm, only, folder, name, n_steps, n_lost, capsys):
     """The last step of each worker, where a worker that leaves does not push it."""
@@ -219,7 +233,7 @@ def endlessly(batches: Any) -> Iterator[Any]:
 @pytest.mark.parametrize("paradigm", ["bsp", "allreduce"])
 @pytest.mark.parametrize("how", [iter, endlessly])
 @pytest.mark.parametrize("stops", [False, True])
-def test_loops_may_draw_each_batch_by_next(comm, only, folder, paradigm, how, stops):
+def test_loops_may_draw_each_batch_by_next(comm, only, folder, paradigm, how, stops, capsys):
     """On servers it finds none, and on workers none after the end of the run: this ends the block."""
     only(3)
     model = torch.nn.Linear(1, 1)
@@ -235,5 +249,7 @@ def test_loops_may_draw_each_batch_by_next(comm, only, folder, paradigm, how, st
             n_steps += 1
     expected = 24 // 4 // sync.n_workers if stops else 5
     assert n_steps == (0 if sync.worker is None else expected)
+    if comm.rank == 0:
+        assert ("the with block ended in line" in capsys.readouterr().err) == stops
     with pytest.raises(StopIteration), hpcsync.connect(model, sgd, comm=comm.Split(comm.rank)):
         next(iter([]))  # this says nothing of a run

@@ -395,6 +395,9 @@ def differs(make: Callable[[int], Any], **given: Any) -> bool:
     return different_data([{}, *read]) != ""
 
 
+ROWS = TensorDataset(torch.arange(1.0 * SIZE).unsqueeze(1))
+
+
 @pytest.mark.parametrize("differ", [False, True])
 def test_workers_that_read_different_data_are_noticed(differ):
     def of(worker: int) -> range:
@@ -407,6 +410,8 @@ def test_workers_that_read_different_data_are_noticed(differ):
         lambda worker: DataLoader(Subset(Data(), of(worker)), 2, shuffle=True),
         lambda worker: DataLoader(Data(), 2, sampler=[*of(worker)]),
         lambda worker: DataLoader(Data(), batch_sampler=[[index] for index in of(worker)]),
+        lambda worker: DataLoader(ROWS, batch_size=None, sampler=torch.tensor([*of(worker)])),  # type: ignore[arg-type]
+        lambda worker: DataLoader(ROWS, batch_size=None, sampler=np.array([*of(worker)])),  # type: ignore[arg-type]
         lambda worker: iter([(torch.tensor([index]), "label") for index in of(worker)]),
         lambda worker: iter([np.array([[index, index]]) for index in of(worker)]),
     ]
@@ -483,6 +488,8 @@ def test_a_function_that_returns_a_bare_array_is_refused():
     """Python compares what it returns with None."""
     with pytest.raises(JobError, match="return a tensor, or a tuple of arrays"):
         used(iter(lambda: np.zeros(4), None), 0)
+    with pytest.raises(ValueError, match="truth value"):  # of the function itself
+        used(iter(lambda: (1 if np.zeros(4) else 2,), None), 0)
 
 
 def test_a_batch_without_a_tensor_is_refused():
