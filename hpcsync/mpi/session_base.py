@@ -373,8 +373,9 @@ class RankSession(Session):
     def _may_compare_rates(self) -> bool:
         """True if workers that have made equally many steps should have the same learning rates."""
         assert self._script is not None
-        one_rate = not (self._job.paradigm.steps_on_workers or self._script.sets_rates or self._n_optimizers > 1)
-        return one_rate and self.batches_before == 0 and not self._has_skipped
+        paradigm = self._job.paradigm
+        one_rate = (paradigm.one_model or not paradigm.steps_on_workers) and not self._script.sets_rates
+        return one_rate and self._n_optimizers == 1 and self.batches_before == 0 and not self._has_skipped
 
     @property
     def _skips(self) -> bool:
