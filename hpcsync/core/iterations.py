@@ -59,8 +59,8 @@ class Iterations(Stateful):
     batch_size
         Samples of the iteration under way so far, or of the last one.
     data_read
-        For each loader, and the first training epoch that was read of it, numbers that are alike on all workers if
-        their data are.
+        For each loader the first training epoch that was read, and numbers that are alike on all workers if their data
+        are.
     computed_s, load_s
         Seconds of computation, and of waiting for its batches, of the iteration that has ended.
     """
@@ -90,7 +90,7 @@ class Iterations(Stateful):
         self.in_loop = False  # whether the script has a batch
         self._drew_ahead = False  # whether its loop may draw the next batch before each step
         self.computed_s = self.load_s = 0.0
-        self.data_read: dict[tuple[int, int], list[float]] = {}
+        self.data_read: dict[int, tuple[int, list[float]]] = {}
         self._reading = 0  # the loader that is being read
         self._job = job
         self._worker = worker
@@ -390,8 +390,7 @@ class Iterations(Stateful):
         return found
 
     def _note_data(self, epoch: int, numbers: list[float]) -> None:
-        if all(loader != self._reading for loader, _ in self.data_read):
-            self.data_read[self._reading, epoch] = numbers
+        self.data_read.setdefault(self._reading, (epoch, numbers))
 
     @property
     def _takes(self) -> bool:

@@ -262,7 +262,7 @@ class Session(ABC):
             where = error.__traceback__
             print(
                 f"hpcsync: the run is over, and the with block ended in line {where.tb_lineno} of "
-                f"{where.tb_frame.f_code.co_filename}, where next found no batch",
+                f"{where.tb_frame.f_code.co_filename}, which asked for another batch",
                 file=sys.stderr,
                 flush=True,
             )

@@ -400,7 +400,7 @@ class RankSession(Session):
         if self._untrained is not None and "untrained" in state:  # not before format 7
             self._untrained.restore(state["untrained"])
 
-    def _keep_generators(self) -> None:
+    def _keep_for_continuing(self) -> None:
         """Let the loop continue with the generators as they are now, whatever it draws in epochs that are over.
 
         Likewise with what the script's optimizers change themselves, whatever its schedulers do in these epochs.
@@ -442,7 +442,7 @@ class RankSession(Session):
         if isinstance(error, WithoutBatch) or (isinstance(error, NotWritten) and error.errno == errno.ENOENT):
             launch_output.let_rank_0_report(self.rank, self._comm.size)
         if isinstance(error, RankFailed):
-            if status_file.end(self._checkpoints.folder) is None:  # else rank 0 has said why it ended the run
+            if status_file.final_status(self._checkpoints.folder) is None:  # else rank 0 has said why it ended the run
                 launch_output.print_at_once(f"hpcsync: rank {self.rank} cannot continue: {error}")
         elif isinstance(error, NotWritten | JobError | StateError):
             launch_output.print_at_once(f"hpcsync: rank {self.rank} failed: {error}{below(error)}")
@@ -481,7 +481,7 @@ class RankSession(Session):
         self._fail(error)
         sys.stdout.flush()
         sys.stderr.flush()
-        end_all(self._comm, error, is_interrupted=status_file.end(self._checkpoints.folder) == "interrupted")
+        end_all(self._comm, error, is_interrupted=status_file.final_status(self._checkpoints.folder) == "interrupted")
 
     def _share_results(self, comm: MPI.Intracomm) -> None:
         """Give all ranks what others have at the end; collective over the survivors."""

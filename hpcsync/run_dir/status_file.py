@@ -207,7 +207,7 @@ def read(folder: Path) -> Status:
         raise StatusError(f"{path}: not a status: {what}") from None
 
 
-def end(folder: Path) -> str | None:
+def final_status(folder: Path) -> str | None:
     """Return the status with which rank 0 has ended the run in this folder; None if it has not."""
     with suppress(StatusError):
         return status if (status := read(folder).status) != "running" else None

@@ -623,17 +623,17 @@ def _first_array(batch: Any) -> Any:
     return next((found for part in parts if (found := _first_array(part)) is not None), None)
 
 
-def different_data(read: Iterable[Mapping[tuple[int, int], list[float]]]) -> str:
+def different_data(read: Iterable[Mapping[int, tuple[int, list[float]]]]) -> str:
     """Return a line if workers have read different data where all should read the same; "" if there is none.
 
     Parameters
     ----------
     read
-        For each worker what was noted (`source`) of the first training epochs of its loaders, by loader and epoch.
+        For each worker, by loader, the first training epoch that it has read and what was noted of it (`source`).
     """
     first: dict[tuple[int, int], list[float]] = {}
-    for at, numbers in (item for each in read for item in each.items()):
-        other = first.setdefault(at, numbers)
+    for loader, (epoch, numbers) in (item for each in read for item in each.items()):
+        other = first.setdefault((loader, epoch), numbers)
         if len(other) != len(numbers) or not np.allclose(other, numbers, rtol=1e-4, equal_nan=True):
             return (
                 "shard: the workers have read different data, of which each has used only its share of the batches; "

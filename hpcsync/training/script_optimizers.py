@@ -44,6 +44,7 @@ REFUSED = {  # and why
     torch.optim.SparseAdam: "sparse gradients, which have no place in a flat vector",
 }
 WRAPPERS = frozenset({"accelerate", "lightning", "lightning_fabric"})  # packages whose optimizers call the script's
+CPU = torch.device("cpu")
 Reduce = Callable[[float], float]  # sums a number over all servers
 KeptInGroups = list[list[dict[str, bool | int | float | None]]]  # for each group of each optimizer
 
@@ -302,7 +303,7 @@ class ScriptOptimizers:
                     state[key] = whole = whole.contiguous()
                     whole.view(-1)[part] = value.reshape(-1).to(whole.device)
                 else:
-                    state[key] = value.to(parameter.device) if isinstance(value, torch.Tensor) else value
+                    state[key] = _on(parameter.device, value)
         _lay_out_kept(self.optimizers)
 
     @property
@@ -735,15 +736,14 @@ class PieceOptimizer(_Keeping, ServerOptimizer):
             state = self.optimizers[self._script.owner[piece.index]].state.get(piece.parameter)
             if state:
                 begin = self._begin + piece.span.start - self._script.flat.spans[piece.index].start
-                here = {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+                here = {key: _on(CPU, value) for key, value in state.items()}
                 found.append((piece.index, slice(begin, begin + piece.parameter.numel()), here))
         return found
 
     def kept_of_all(self) -> list[dict[Any, Any]]:
         """Return for each optimizer what it keeps of all parameters together; nothing if it has made no step here."""
-        cpu = torch.device("cpu")
         return [
-            {key: _on(cpu, value) for key, value in kept_of_all(each).items()} if index in self._stepped else {}
+            {key: _on(CPU, value) for key, value in kept_of_all(each).items()} if index in self._stepped else {}
             for index, each in enumerate(self.optimizers)
         ]
 

@@ -120,7 +120,7 @@ class PeerSession(RankSession):
         if self._resumed is not None:  # not earlier: the script's setup may draw numbers and change the model, too
             with self._checkpoints.restoring(self._name):
                 self._restore(self._resumed)
-            self._keep_generators()
+            self._keep_for_continuing()
             self._resumed = None
         own = self._iterations.shard(asked)
         return Batches(self._prepared(asked, own), own.__len__)

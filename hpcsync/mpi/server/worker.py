@@ -281,7 +281,7 @@ class WorkerSession(LinkedSession):
             if not self._engine.is_away:
                 with nullcontext() if self._script is None else self._script.finishing(state.get("script")):
                     self._continue()
-            self._keep_generators()
+            self._keep_for_continuing()
         if self._comes_back:
             if self._leave(0.0):
                 n_steps = (self._machine.grant.iteration - 1) * self._job.local_steps

@@ -11,7 +11,7 @@ import pytest
 from hpcsync.cli import watch as watching
 from hpcsync.config.errors import JobError
 from hpcsync.run_dir import status_file
-from hpcsync.run_dir.status_file import STATUS, StatusError, StatusWriter, end, read, settle
+from hpcsync.run_dir.status_file import STATUS, StatusError, StatusWriter, final_status, read, settle
 from tests.unit.jobs import make_job
 
 
@@ -171,14 +171,14 @@ def test_what_cannot_be_written_is_tried_again(tmp_path, capsys):
 
 def test_who_was_killed_is_settled(tmp_path):
     settle(tmp_path, "failed")  # nothing to settle
-    assert end(tmp_path) is None
+    assert final_status(tmp_path) is None
     status, _ = writer(tmp_path)
     status.offer(0.0)
     await_samples(tmp_path, 0)
-    assert end(tmp_path) is None
+    assert final_status(tmp_path) is None
     settle(tmp_path, "failed")
     assert read(tmp_path).status == "failed"
-    assert end(tmp_path) == "failed"
+    assert final_status(tmp_path) == "failed"
     settle(tmp_path, "interrupted")
     assert read(tmp_path).status == "failed", "the first is kept"
     status.close("failed")

@@ -387,9 +387,10 @@ def test_workers_that_do_not_end_together_are_said(data, given, said):
 
 def differs(make: Callable[[int], Any], **given: Any) -> bool:
     """Return whether it is said that two workers have read different data."""
-    read: list[dict[int, list[float]]] = [{}, {}]
+    read: list[dict[int, tuple[int, list[float]]]] = [{}, {}]
     for worker in range(2):
-        how = {"batch_size": None, "note": read[worker].__setitem__, **given}
+        note = lambda *noted, own=read[worker]: own.setdefault(0, noted)  # noqa: E731
+        how = {"batch_size": None, "note": note, **given}
         assert list(source(make(worker), part=Part(SEED, worker, 2), **how).read(3))
         assert bool(read[worker]) != given.get("sharded", False)
     return different_data([{}, *read]) != ""
