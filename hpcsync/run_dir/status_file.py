@@ -92,7 +92,8 @@ class StatusWriter:
     ) -> None:
         self.tally = RowTally(job.cluster.workers)
         self._path = folder / STATUS
-        self._path.unlink(missing_ok=True)  # the end of a run that this one resumes
+        if final_status(folder) is not None:  # of a run that this one resumes
+            self._path.unlink()
         self._job, self._run, self._hosts, self._phases = job, run, hosts, phases
         self._clock, self._cpu_clock = clock, cpu_clock
         self._every_s = EVERY_S

@@ -184,6 +184,19 @@ def test_who_was_killed_is_settled(tmp_path):
     status.close("failed")
 
 
+def test_a_restart_leaves_no_moment_without_a_status_and_a_resume_none_with_the_end_before(tmp_path):
+    status, _ = writer(tmp_path)
+    status.offer(0.0)
+    await_samples(tmp_path, 0)  # and now all ranks are killed
+    restarted, _ = writer(tmp_path)
+    assert read(tmp_path).status == "running"
+    restarted.close("failed")
+    resumed, _ = writer(tmp_path)
+    assert not (tmp_path / STATUS).exists()
+    resumed.close("finished")
+    status.close("failed")
+
+
 def written(folder, status="finished"):
     folder.mkdir(parents=True)
     made, _ = writer(folder)
