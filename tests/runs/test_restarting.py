@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from hpcsync.audit.trace_audit import audit
-from hpcsync.run_dir.status_file import read
 from hpcsync.system import launcher
 from hpcsync.trace.reader import Trace, load
 from tests.runs.processes import ended, hpcsync, mpiexec, started
@@ -81,17 +80,6 @@ def test_a_run_of_which_a_rank_is_killed_starts_again(tmp_path: Path, paradigm: 
 
 
 @pytest.mark.once
-def test_a_run_that_dies_again_and_again_ends(tmp_path: Path) -> None:
-    seen = 'while not os.path.exists("out/status.json"): time.sleep(0.01)'
-    write(tmp_path, "bsp", workers=1, end=f"{seen}\n        os.kill(os.getpid(), signal.SIGKILL)")
-    run = ended(hpcsync("run", "job.toml", "--out", "out"), tmp_path)
-    assert run.status == 1
-    assert run.err.count("hpcsync: restarting 2 of 2 ranks\n") == 2
-    assert "hpcsync: died 3 times without a new checkpoint: not restarted\n" in run.err
-    assert read(tmp_path / "out").status == "failed"
-
-
-@pytest.mark.once
 def test_a_rank_that_raises_is_not_started_again(tmp_path: Path) -> None:
     write(tmp_path, "bsp", workers=1, end='raise KeyError("lost")')
     run = ended(hpcsync("run", "job.toml", "--out", "out"), tmp_path)
@@ -100,12 +88,11 @@ def test_a_rank_that_raises_is_not_started_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("target", ["hpcsync run", "rank 0"])
-def test_an_interrupted_run_is_not_started_again(tmp_path: Path, target: str) -> None:
+def test_a_run_of_which_rank_0_is_interrupted_is_not_started_again(tmp_path: Path) -> None:
     write(tmp_path, "bsp", workers=1)
     with started(hpcsync("run", "job.toml", "--out", "out"), tmp_path) as run:
         run.wait_for(lambda _: (tmp_path / "out" / "checkpoints" / "1").exists())
-        (run.process if target == "hpcsync run" else run.rank(0)).send_signal(signal.SIGINT)
+        run.rank(0).send_signal(signal.SIGINT)
         assert run.status == 1
     assert "restarting" not in run.err
 

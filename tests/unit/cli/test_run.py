@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -14,12 +15,14 @@ from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job, load
 from hpcsync.run_dir import layout, lock
 from hpcsync.run_dir.checkpoint import RUN, Checkpoints
+from hpcsync.run_dir.status_file import read
 from hpcsync.system import launcher
 from hpcsync.system.launcher import Ended, LaunchError
 from hpcsync.trace import reader
 from hpcsync.trace.provenance import provenance
 from hpcsync.trace.writer import TraceWriter
 from tests.unit.jobs import refusal
+from tests.unit.run_dir.test_status_file import writer
 from tests.unit.run_states import run_state
 
 TOML = """
@@ -46,6 +49,7 @@ class Ranks:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, job: Job) -> None:
         self.command: list[str] = []
+        self.starts = 0
         self.ended = Ended(0)
         self.status: str | None = "finished"
         self.summary = True
@@ -54,15 +58,17 @@ class Ranks:
 
     def _launch(self, n: int, argv: list[str], **how: bool) -> Ended:
         self.command = [str(n), *argv]
+        self.starts += 1
         folder = Path(argv[argv.index("--out") + 1])
         folder.mkdir(parents=True, exist_ok=True)
         self.token = json.loads((folder / lock.NAME).read_text())["token"]
         if self.status is not None:
             attributes = provenance(self._job, engine="mpi", mpi_library="", hosts=["h"])
-            writer = TraceWriter(folder / layout.TRACE, attributes)
-            writer.close("finished")
+            trace = TraceWriter(folder / layout.TRACE, attributes)
+            trace.close("finished")
             with h5py.File(folder / layout.TRACE, "r+") as file:
                 file.attrs["status"] = self.status
+            writer(folder)[0].close(self.status)
         if self.summary:
             (folder / layout.SUMMARY).write_text("{}")
         return self.ended
@@ -216,6 +222,35 @@ def test_a_finished_trace_stays_finished(path: Path, ranks: Ranks, capsys: pytes
     assert run.run(path, [], None, Path("o")) == 75
     assert reader.load("o/trace.h5").status == "finished"
     assert capsys.readouterr().err == "hpcsync: the run had finished; hpcsync show o prints its summary\n"
+
+
+RESTARTING = ['cluster.on_death="restart"', "checkpoint.updates=50"]
+
+
+def test_a_run_that_dies_again_and_again_ends(path: Path, ranks: Ranks, capsys: pytest.CaptureFixture[str]) -> None:
+    ranks.ended, ranks.status, ranks.summary = Ended(137), "running", False
+    assert run.run(path, RESTARTING, None, Path("o")) == 1
+    assert ranks.starts == 3
+    said = capsys.readouterr().err
+    assert said.count("hpcsync: restarting 4 of 4 ranks\n") == 2
+    assert "hpcsync: died 3 times without a new checkpoint: not restarted\n" in said
+    assert read(Path("o")).status == "failed"
+
+
+@pytest.mark.parametrize(
+    ("ended", "status"),
+    [
+        (Ended(1), "failed"),
+        (Ended(130, signal.SIGINT), "running"),
+        (Ended(137, signal.SIGINT), "running"),  # the ranks did not heed it
+        (Ended(1), "interrupted"),
+    ],
+    ids=["a rank raises", "hpcsync run is interrupted", "and kills", "a rank is interrupted"],
+)
+def test_what_is_no_death_is_not_restarted(path: Path, ranks: Ranks, ended: Ended, status: str) -> None:
+    ranks.ended, ranks.status, ranks.summary = ended, status, False
+    assert run.run(path, RESTARTING, None, Path("o")) == 1
+    assert ranks.starts == 1
 
 
 @pytest.mark.parametrize(("status", "expected"), [(2, 2), (1, 1), (137, 1), (0, 1), (75, 75)])
