@@ -6,6 +6,7 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from hpcsync.audit.trace_audit import audit
@@ -56,7 +57,7 @@ torch.manual_seed(0)
 model = torch.nn.Linear(3, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 with hpcsync.connect(model, optimizer, out="out", resume=True) as sync:
-    for x in sync.shard(torch.ones(1200, 3), batch_size=2):
+    for x in sync.shard(torch.ones(600, 3), batch_size=2):
         time.sleep(float(os.environ["ITERATION_S"]))
         optimizer.zero_grad()
         model(x).mean().backward()
@@ -64,9 +65,10 @@ with hpcsync.connect(model, optimizer, out="out", resume=True) as sync:
 """
 
 
+@pytest.mark.once
 def test_a_launched_script_that_is_told_to_end_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    line = hpcsync("launch", "-n", "3", "--", "python", "train.py")
+    line = hpcsync("launch", "-n", "2", "--", "python", "train.py")
     with started(line, tmp_path, {**os.environ, "ITERATION_S": "0.1"}) as program:
         program.wait_for(lambda said: " samples/s" in said.out)
         program.process.send_signal(signal.SIGTERM)
