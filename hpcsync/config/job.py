@@ -196,7 +196,8 @@ class Job(Table):
     def _tables_suit_each_other(self) -> Self:
         with options_suit():
             self.paradigm.check(self)
-        compression_options.check(self.compression, self.paradigm, self.optimizer.options.get("momentum", 0))
+        momenta = [group.get("momentum", 0) for group in self.optimizer.groups or [self.optimizer.options]]
+        compression_options.check(self.compression, self.paradigm, next(filter(bool, momenta), 0))
         return self
 
     @model_validator(mode="after")

@@ -689,6 +689,17 @@ def test_two_optimizers_refuse_compression(comm, needs, folder, paradigm):
 
 
 @pytest.mark.parametrize("paradigm", ["bsp", "allreduce"])
+def test_dgc_refuses_momentum_of_any_group(comm, needs, folder, paradigm):
+    needs(2)
+    model = Net().double()
+    first, *others = model.parameters()
+    optimizer = torch.optim.SGD([{"params": [first]}, {"params": others, "momentum": 0.9}], lr=0.05)
+    with pytest.raises(JobError, match='optimizer.momentum = 0.9: must be 0 or omitted with compression.name = "dgc"'):
+        compression = {"name": "dgc", "ratio": 0.1}
+        hpcsync.connect(model, optimizer, paradigm, compression=compression, out=folder / "run", comm=comm)
+
+
+@pytest.mark.parametrize("paradigm", ["bsp", "allreduce"])
 def test_two_optimizers_refuse_allocated_batches(comm, needs, folder, paradigm):
     """Each step would be allocated samples, of which the loop draws only those of every second one."""
     needs(2)
