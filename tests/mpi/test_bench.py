@@ -1,6 +1,7 @@
 """Benchmarks that need ranks, at sizes that take no time. Speeds are not asserted.
 
-Those beside DistributedDataParallel run on three ranks only: it loads torch's compiler, for two seconds on every rank.
+Those beside DistributedDataParallel run on three ranks of one MPI only: it loads torch's compiler, for two seconds on
+every rank.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ def test_latency(comm, needs, transport):
     assert positive(figures)
 
 
+@pytest.mark.once
 def test_training(comm, only, monkeypatch):
     """Two workers train, with a server where the paradigm has one."""
     only(3)
@@ -77,6 +79,7 @@ def test_training(comm, only, monkeypatch):
     assert positive([figure for figure in figures if figure.unit == "ms"])
 
 
+@pytest.mark.once
 def test_allreduce(comm, only):
     """Some ranks train and the others wait for them."""
     only(3)
@@ -86,6 +89,7 @@ def test_allreduce(comm, only):
     assert positive(figures)
 
 
+@pytest.mark.once
 def test_allreduce_trains_as_its_peer_does(comm, only):
     """Otherwise their times would not be comparable."""
     only(3)

@@ -25,6 +25,7 @@ def train(forward, optimizer, loader) -> None:
         optimizer.step()
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("paradigm", ["bsp", "allreduce"])
 def test_a_compiled_model_trains_as_the_plain_one(comm, only, folder, paradigm):
     only(3)

@@ -80,7 +80,7 @@ def job(n_ranks: int, which: str, paradigm: dict[str, Any], **tables: Any) -> Jo
 
 
 def test_synchronous_runs_have_the_bits_of_their_simulations(comm, folder):
-    """Another seed is the control. Resumed from a checkpoint, a run has the same bits again."""
+    """Another seed is the control, on three ranks. Resumed from a checkpoint, a run has the same bits again."""
     for which, paradigm in IN_STEP.items():
         if (this := job(comm.size, which, paradigm)) is None:
             continue
@@ -92,7 +92,7 @@ def test_synchronous_runs_have_the_bits_of_their_simulations(comm, folder):
         if comm.rank == 0:
             assert same_weights(at, resumed), which
             assert failures(resumed / "trace.h5") == [], which
-            for seed in (3, 4):
+            for seed in (3, 4) if comm.size == 3 else (3,):
                 again = folder / f"{which}-{seed}"
                 assert simulate(this.model_copy(update={"seed": seed}), again, Console(quiet=True)) == 0
                 assert same_weights(at, again) == (seed == 3), which
