@@ -306,6 +306,18 @@ class ScriptOptimizers:
                     state[key] = _on(parameter.device, value)
         _lay_out_kept(self.optimizers)
 
+    def kept_pieces(self) -> list[tuple[int, slice, dict[str, Any]]]:
+        """Return what the script's optimizers keep for each parameter, as `PieceOptimizer.kept_pieces` does."""
+        found = []
+        for index, parameter in enumerate(self.flat.parameters):
+            if state := self.optimizers[self.owner[index]].state.get(parameter):
+                found.append((index, slice(0, parameter.numel()), {key: _on(CPU, each) for key, each in state.items()}))
+        return found
+
+    def kept_of_all(self) -> list[dict[Any, Any]]:
+        """Return for each of the script's optimizers what it keeps of all parameters together."""
+        return [{key: _on(CPU, each) for key, each in kept_of_all(one).items()} for one in self.optimizers]
+
     @property
     def _elementwise(self) -> bool:
         return all(ELEMENTWISE.get(type(each).__name__.lower()) is type(each) for each in self.optimizers)

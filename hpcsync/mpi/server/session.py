@@ -82,22 +82,31 @@ class LinkedSession(RankSession):
     def _share_results(self, comm: MPI.Intracomm) -> None:
         """Give all ranks the model, and their optimizers of the script what the servers' have kept.
 
+        Where workers step, each keeps what its own have kept, and the servers get that of the last worker.
+
         Learning rates and the like, and parameters that no optimizer has, are those of a worker: its schedulers have
         changed the former, and its forward passes may have changed the latter, such as a moving average of others.
         """
         trained = {id(p) for p in self.flat.parameters}
         self._layers.share(comm, [p for p in self._model.parameters() if id(p) not in trained])
-        if self._script is None or self._job.paradigm.steps_on_workers:
+        if self._script is None:
             return
-        own = [] if self._pieces is None else self._pieces.kept_pieces()
-        in_groups = None if self._pieces is None else self._pieces.kept_in_groups
-        of_all = None if self._pieces is None else self._pieces.kept_of_all()
-        for server in range(self._roles.n_servers):
-            for i in range(comm.bcast(len(own), server)):  # one by one: together they may be too large for a message
-                self._script.adopt([comm.bcast(own[i] if comm.rank == server else None, server)])
-            self._script.keep_in_groups(comm.bcast(in_groups, server))
-            self._script.keep_of_all(comm.bcast(of_all, server))
-        stated = comm.bcast(self._script.step_to_make().numbers, comm.size - 1)  # the last rank is a worker
+        on_workers, last = self._job.paradigm.steps_on_workers, comm.size - 1  # the last rank is a worker
+        adopts = self.worker is None or not on_workers
+        keeper = self._script if on_workers else self._pieces
+        own = [] if keeper is None else keeper.kept_pieces()
+        in_groups = None if keeper is None else keeper.kept_in_groups
+        of_all = None if keeper is None else keeper.kept_of_all()
+        for rank in [last] if on_workers else range(self._roles.n_servers):
+            for i in range(comm.bcast(len(own), rank)):  # one by one: together they may be too large for a message
+                piece = comm.bcast(own[i] if comm.rank == rank else None, rank)
+                if adopts:
+                    self._script.adopt([piece])
+            groups, together = comm.bcast(in_groups, rank), comm.bcast(of_all, rank)
+            if adopts:
+                self._script.keep_in_groups(groups)
+                self._script.keep_of_all(together)
+        stated = comm.bcast(self._script.step_to_make().numbers, last)
         if self.worker is None:
             self._script.set_numbers(stated)
 

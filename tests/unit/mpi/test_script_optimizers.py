@@ -547,6 +547,27 @@ def test_after_the_run_the_optimizer_has_its_state(comm, needs, folder, servers,
             assert torch.allclose(mine["state"][index][key], value, rtol=0, atol=1e-10), key
 
 
+@pytest.mark.parametrize("make", [two_groups, counting, decaying])
+@pytest.mark.parametrize("paradigm", ["easgd", "async-diloco"])
+def test_servers_have_the_optimizer_of_a_worker_where_workers_step(comm, needs, folder, paradigm, make):
+    """Rank 0, which is a server, saves it."""
+    needs(2)
+    model = Net().double()
+    optimizer = make(model)
+    with hpcsync.connect(model, optimizer, paradigm, out=folder / "run", comm=comm) as sync:
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        for batch in sync.shard(data(BATCH * (comm.size - 1) * STEPS), BATCH):
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            optimizer.step()
+            schedule.step()
+    numbers = [{key: group[key] for key in optimizer.defaults} for group in optimizer.param_groups]
+    saved = comm.allgather((optimizer.state_dict()["state"], numbers))
+    assert script_optimizers.same(saved[0][0], saved[-1][0]) and saved[0][1] == saved[-1][1]
+    assert make is decaying or saved[0][0]
+    assert saved[0][1][0]["lr"] < make(Net()).param_groups[0]["lr"] * 0.9
+
+
 def test_more_servers_than_pieces_are_refused(comm, needs, folder):
     needs(5)
     model = nn.Linear(6, 1)
