@@ -122,7 +122,7 @@ def prediction(runs: Iterable[Summary]) -> dict[str, float]:
     runs
         Summaries of the runs.
     """
-    from scipy.stats import t
+    from scipy.special import stdtrit  # scipy.stats takes a second to import
 
     runs = list(runs)
     times = [run.time_to_target_s for run in runs if run.time_to_target_s is not None]
@@ -132,7 +132,7 @@ def prediction(runs: Iterable[Summary]) -> dict[str, float]:
     found = {"seconds": mean}
     if len(times) > 1:
         spread = math.sqrt(sum((time - mean) ** 2 for time in times) / (len(times) - 1) * (1 + 1 / len(times)))
-        half = spread * float(t.ppf(0.9, len(times) - 1))
+        half = spread * float(stdtrit(len(times) - 1, 0.9))
         found |= {"low_s": max(0.0, mean - half), "high_s": mean + half}
     speeds = [run.samples_per_s for run in runs if run.samples_per_s]
     return found | ({"samples_per_s": sum(speeds) / len(speeds)} if speeds else {})
