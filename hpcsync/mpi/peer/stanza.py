@@ -60,6 +60,7 @@ class StanzaExchange(Summing):
         self._fc_share = above / self._pieces
         self._prepared: list[Any] | None = None  # shapes and dtypes of the batches
         self._activations: ActivationExchange
+        self._row_shape: tuple[int, ...] = ()  # of a sample's activations
         self._iterations: Iterations
         self._is_script = isinstance(job.workload, Script)
         self._may_overlap = job.cluster.compute is None and not layers.is_fc and not self._is_script
@@ -90,6 +91,7 @@ class StanzaExchange(Summing):
         self._prepared, self._iterations = batch, iterations
         layers, groups, dtype = self._layers, self._groups, self._flat.weights.dtype
         activations = Rows(activation_shape(layers.below, sample[0]), dtype)
+        self._row_shape = activations.shape
         labels = [Rows(tuple(label.shape[1:]), label.dtype) for label in sample[1:]]
         self._activations = ActivationExchange(self._link, groups, batch_size, self._pieces, activations, labels)
         if layers.is_fc:  # its gradient is weighted by the number of samples received
@@ -122,8 +124,8 @@ class StanzaExchange(Summing):
         """Begin an iteration; on a fully-connected worker return the received activations and labels."""
         if self._batch:
             raise RuntimeError(
-                "shard: with separated layers every batch must be computed and stepped, because the other group waits "
-                "for it (on a convolution worker the loss is never a number)"
+                "shard: with separated layers every batch must be computed and stepped before the next one is drawn, "
+                "because the other group waits for it (on a convolution worker the loss is never a number)"
             )
         self._activations.waited_s = 0.0
         self._computed = 0
@@ -170,6 +172,11 @@ class StanzaExchange(Summing):
     def _compute_above(self, *inputs: Any, **options: Any) -> torch.Tensor:
         """Compute a fully-connected worker's forward pass of the next piece of the current batch."""
         if not torch.is_grad_enabled():
+            if inputs[0].shape[1:] != self._row_shape:
+                raise RuntimeError(
+                    "the model: with separated layers no rank has the whole model within the with block; evaluate with "
+                    "evaluate of connect, or after the block"
+                )
             return self._layers.above(*inputs)
         activations, piece = inputs[0], self._computed
         if not self._is_next(activations) or len(inputs) != 1 or options:

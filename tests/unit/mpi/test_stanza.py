@@ -269,6 +269,8 @@ def test_a_script_trains_its_model_in_two_halves(comm, folder, as_loader):
         if comm.size > 1:
             with pytest.raises(RuntimeError, match="batches of the same shape"):
                 next(sync.shard(data, batch_size=4))
+            with torch.no_grad(), pytest.raises(RuntimeError, match="whole model|only some of them"):
+                model(x[:2])
     assert seen == 2 * 28 // max(1, comm.size - 1)
     if comm.rank == 0:
         assert comm.size == 1 or failures(folder / "run" / "trace.h5") == []
