@@ -6,6 +6,7 @@ for x, y in sync.shard(loader):  # hpcsync: was for x, y in loader:
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -165,6 +166,7 @@ class Plain(NamedTuple):
     n_samples: int
 
 
+@functools.cache  # the same for all paradigms; callers only read it
 def plain(name: str, case: Case, n_workers: int, *, statistics: bool = True) -> Plain:
     script = module(f"plain_{name}", without_hpcsync(source(name)))
     models, data, others = case.make(script, n_workers)
