@@ -6,7 +6,6 @@ Synchronous paradigms must then give the same weights, whatever the script's opt
 from __future__ import annotations
 
 import copy
-import functools
 import math
 import sys
 from collections.abc import Callable, Iterable
@@ -308,12 +307,8 @@ if not NO_MUON:
 
 
 def plain(case: str, n_workers: int) -> torch.Tensor:
-    return _plain(Net, *CASES[case], n_workers)
-
-
-@functools.cache  # the same for every rank, and for paradigms with as many workers
-def _plain(net: type[nn.Module], script: Script, make: Callable, per_step: int, n_workers: int) -> torch.Tensor:
-    model = net().double()
+    script, make, per_step = CASES[case]
+    model = Net().double()
     n = BATCH * n_workers * STEPS * per_step
     of_workers = [
         batches(data(n), 0, worker, n_workers=n_workers, batch_size=BATCH, epochs=range(1))
