@@ -6,7 +6,6 @@ import os
 import signal
 from pathlib import Path
 
-import pytest
 from rich.console import Console
 
 from hpcsync.audit.trace_audit import audit
@@ -65,7 +64,6 @@ with hpcsync.connect(model, optimizer, out="out", resume=True) as sync:
 """
 
 
-@pytest.mark.once
 def test_a_launched_script_that_is_told_to_end_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     line = hpcsync("launch", "-n", "2", "--", "python", "train.py")

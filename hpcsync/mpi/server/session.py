@@ -92,12 +92,13 @@ class LinkedSession(RankSession):
         if self._script is None:
             return
         on_workers, last = self._job.paradigm.steps_on_workers, comm.size - 1  # the last rank is a worker
+        keepers = [last] if on_workers else range(self._roles.n_servers)
+        kept = (self._script if on_workers else self._pieces) if comm.rank in keepers else None
+        own = [] if kept is None else kept.kept_pieces()
+        in_groups = None if kept is None else kept.kept_in_groups
+        of_all = None if kept is None else kept.kept_of_all()
         adopts = self.worker is None or not on_workers
-        keeper = self._script if on_workers else self._pieces
-        own = [] if keeper is None else keeper.kept_pieces()
-        in_groups = None if keeper is None else keeper.kept_in_groups
-        of_all = None if keeper is None else keeper.kept_of_all()
-        for rank in [last] if on_workers else range(self._roles.n_servers):
+        for rank in keepers:
             for i in range(comm.bcast(len(own), rank)):  # one by one: together they may be too large for a message
                 piece = comm.bcast(own[i] if comm.rank == rank else None, rank)
                 if adopts:
