@@ -187,7 +187,8 @@ def put_aside(out: str | Path | None, job_file: str | Path | None = None) -> Non
             _refuse_finished(Path(out))
             checkpoint.remove_unfinished(Path(out))
             names = [name for name in (TRACE, JOB, WEIGHTS) if (Path(out) / name).exists()]
-            for path in [Path(out) / name for name in (*names, *(LOGGED if names else ()))]:
+            # Those of `LOGGED` first: after an end within this loop the next attempt renames the rest.
+            for path in [Path(out) / name for name in (*(LOGGED if names else ()), *names)]:
                 if path.exists():
                     path.rename(aside(path))
 

@@ -33,6 +33,7 @@ from hpcsync.config.errors import JobError
 from hpcsync.system import rank_environment
 
 NAME = "run.lock"
+OWNER_BYTES = 4096  # more than an owner has
 BEAT_S = 5.0
 PATIENCE_S = 4 * BEAT_S
 CLEARING_S = 10.0  # in which the guard of a killed process ends its ranks and settles its trace
@@ -247,7 +248,7 @@ def take(path: Path, mine: Owner) -> Lock:
         except FileNotFoundError:
             continue
         try:
-            owner, locked = _owner(path), _busy(other)
+            owner, locked = _owner_in(os.pread(other, OWNER_BYTES, 0)), _busy(other)  # that at the path may be another
             start = start_of(owner.pid) if owner is not None else ""
             verdict = judge(owner, mine, start, locked=locked)
             if verdict is Verdict.UNKNOWN:
@@ -342,9 +343,15 @@ def _touched(path: Path) -> int | None:
 
 
 def _owner(path: Path) -> Owner | None:
+    with contextlib.suppress(OSError):
+        return _owner_in(path.read_bytes())
+    return None
+
+
+def _owner_in(content: bytes) -> Owner | None:
     try:
-        return Owner(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        return Owner(**json.loads(content))
+    except (ValueError, TypeError):
         return None
 
 

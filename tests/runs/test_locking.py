@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpcsync.audit.trace_audit import audit
-from hpcsync.run_dir import lock
+from hpcsync.run_dir import checkpoint, lock
 from hpcsync.system import launcher
 from hpcsync.trace.reader import load
 from tests.runs.processes import ended, hpcsync, mpiexec, started
@@ -37,7 +37,7 @@ def test_one_of_two_runs_wins_and_its_folder_is_its_own_until_its_last_rank_has_
         while first.process.poll() is None and second.process.poll() is None:
             time.sleep(0.05)
         loser, winner = (first, second) if first.process.poll() is not None else (second, first)
-        winner.wait_for(lambda _: (tmp_path / "out" / "checkpoints" / "1").exists())
+        winner.wait_for(lambda _: checkpoint.newest(tmp_path / "out") is not None)
         assert loser.out == "", "it has started no rank"
         lines = [by_rank_0, [*run, "--resume"], hpcsync("simulate", "job.toml", "--out", "out")]
         refused = [loser] + [stack.enter_context(started(line, tmp_path, launcher.environment())) for line in lines]

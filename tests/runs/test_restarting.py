@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpcsync.audit.trace_audit import audit
+from hpcsync.run_dir import checkpoint
 from hpcsync.system import launcher
 from hpcsync.trace.reader import Trace, load
 from tests.runs.processes import ended, hpcsync, mpiexec, started
@@ -90,8 +91,8 @@ def test_a_rank_that_raises_is_not_started_again(tmp_path: Path) -> None:
 @pytest.mark.once
 def test_a_run_of_which_rank_0_is_interrupted_is_not_started_again(tmp_path: Path) -> None:
     write(tmp_path, "bsp", workers=1)
-    with started(hpcsync("run", "job.toml", "--out", "out"), tmp_path) as run:
-        run.wait_for(lambda _: (tmp_path / "out" / "checkpoints" / "1").exists())
+    with started(hpcsync("run", "job.toml", "--set", "stop.updates=100_000", "--out", "out"), tmp_path) as run:
+        run.wait_for(lambda _: checkpoint.newest(tmp_path / "out") is not None)
         run.rank(0).send_signal(signal.SIGINT)
         assert run.status == 1
     assert "restarting" not in run.err

@@ -211,8 +211,8 @@ class RunRecorder(Generic[C]):
         if not coordinator.stopping and (line := unequal_steps(self._given.job, coordinator.done)):
             print(f"hpcsync: {line}", file=sys.stderr, flush=True)
         self.trace.close("finished")
-        self._close("finished")
         layout.conclude(self._given.checkpoints.folder, self._console)
+        self._close("finished")
         lock.release(self._given.checkpoints.folder)
 
     def fail(self, error: BaseException) -> None:

@@ -69,11 +69,25 @@ def test_a_finished_or_unfinished_run_is_never_overwritten(tmp_path, name):
     assert [path.name for path in (tmp_path / "run").iterdir()] == [name], "the lock is released"
 
 
-def test_what_an_attempt_without_a_checkpoint_has_left_is_put_aside(tmp_path):
+def test_what_an_attempt_without_a_checkpoint_has_left_is_put_aside(tmp_path, monkeypatch):
     (tmp_path / "run" / "checkpoints" / "1.unfinished").mkdir(parents=True)
     (tmp_path / "run" / "tensorboard").mkdir()
     for name in ("trace.h5", "job.toml", "weights.safetensors", "wandb.id", "mlflow.id", "notes"):
         (tmp_path / "run" / name).touch()
+    rename, renamed = Path.rename, []
+
+    def interrupted(self: Path, target: Path) -> Path:
+        if len(renamed) in (1, 4) and self not in renamed:
+            renamed.append(self)
+            raise KeyboardInterrupt
+        renamed.append(self)
+        return rename(self, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", interrupted)
+        for _ in range(2):  # it may end anywhere, and the next attempt does the rest
+            with pytest.raises(KeyboardInterrupt):
+                layout.cleared(tmp_path / "run")
     assert layout.cleared(tmp_path / "run")
     left = {"trace.lost-1.h5", "job.lost-1.toml", "weights.lost-1.safetensors", "notes"}
     left |= {"tensorboard.lost-1", "wandb.lost-1.id", "mlflow.lost-1.id"}  # the next attempt is logged as a new run

@@ -199,6 +199,22 @@ def test_a_lock_that_another_process_has_taken_meanwhile_is_not_removed(tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_lock_that_is_released_meanwhile_is_taken_at_once(tmp_path, monkeypatch, capsys):
+    path = tmp_path / lock.NAME
+    held, opened = take(path, this_process()), os.open
+
+    def open_and_release(name, flags, *mode):
+        handle = opened(name, flags, *mode)
+        if name == path and flags == os.O_RDWR:
+            held.release()
+        return handle
+
+    monkeypatch.setattr(os, "open", open_and_release)
+    take(path, this_process()).release()
+    assert capsys.readouterr().err == ""
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_lock_on_a_file_system_without_links_names_its_owner(tmp_path, monkeypatch):
     def link(*_: object) -> None:
         raise PermissionError
