@@ -217,6 +217,7 @@ def test_no_transfer_waits_longer_than_the_longest_update(hosts: Hosts, tmp_path
 
 
 @pytest.mark.once
+@PAUSES
 def test_transfers_wait_for_a_server_that_is_deaf_while_it_waits(hosts: Hosts, tmp_path: Path) -> None:
     """The negative control of the test above: its updates are short, but transfers wait beyond the same limit."""
     comm_s, update_s = longest_transfers(hosts, tmp_path, "0", "deaf")

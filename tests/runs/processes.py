@@ -83,8 +83,12 @@ class Program:
         needles = {f"{name}={rank}".encode() for name in RANK_VARIABLES}
         own = f"{MARK}={self._mark}".encode()
         pids = [pid for pid, environ in _environments() if own in environ and needles & set(environ)]
-        ranks = [process for process in _processes(pids) if "python" in process.name()]
-        return [process for process in ranks if process.ppid() not in pids]  # not what the rank has started
+        ranks = []
+        for process in _processes(pids):
+            with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+                if "python" in process.name() and process.ppid() not in pids:  # not what the rank has started
+                    ranks.append(process)
+        return ranks
 
     def rank(self, rank: int) -> psutil.Process:
         """The process that is this rank."""

@@ -69,8 +69,8 @@ def test_a_run_of_which_a_rank_is_killed_starts_again(tmp_path: Path, paradigm: 
         run.wait_for(lambda _: (tmp_path / "out" / "checkpoints" / "1").exists())
         with started(hpcsync("watch", "out", "--json"), tmp_path) as watch:
             watch.wait_for(lambda watch: watch.out)
-            (tmp_path / "go").touch()
             run.rank(1).send_signal(signal.SIGKILL)
+            (tmp_path / "go").touch()
             assert run.status == 0, run.err
             assert watch.status == 0, watch.err
             assert json.loads(watch.out.splitlines()[-1])["status"] == "finished"
