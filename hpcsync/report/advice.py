@@ -122,7 +122,7 @@ def prediction(runs: Iterable[Summary]) -> dict[str, float]:
     runs
         Summaries of the runs.
     """
-    from scipy.special import stdtrit  # scipy.stats takes a second to import
+    from scipy.special import stdtrit  # quantiles of Student's t; scipy.stats takes a second to import
 
     runs = list(runs)
     times = [run.time_to_target_s for run in runs if run.time_to_target_s is not None]

@@ -99,7 +99,7 @@ class Variants(NamedTuple):
 
 def half_widths(values: Rows) -> Rows:
     """Return half the width of Student's 95 % interval of the mean over the first axis, which has at least 2 values."""
-    from scipy.special import stdtrit  # scipy.stats takes a second to import
+    from scipy.special import stdtrit  # quantiles of Student's t; scipy.stats takes a second to import
 
     errors = np.std(values, axis=0, ddof=1) / math.sqrt(len(values))
     return np.asarray(stdtrit(len(values) - 1, 0.5 + LEVEL / 2) * errors)
