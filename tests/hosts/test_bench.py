@@ -6,10 +6,12 @@ import pytest
 
 from hpcsync import bench
 from hpcsync.bench import BenchError, Target
+from tests.hosts.processes import PAUSES
 
 pytestmark = pytest.mark.hosts
 
 
+@PAUSES
 @pytest.mark.once
 def test_means_and_iterations_take_as_long_as_their_bytes_on_the_line() -> None:
     try:

@@ -96,6 +96,13 @@ class Program:
         assert len(ranks) == 1, f"rank {rank}: {ranks}"
         return ranks[0]
 
+    def hold(self, rank: int) -> psutil.Process:
+        """Stop this rank, and wait until `hpcsync run` has seen it."""
+        process = self.rank(rank)
+        process.suspend()
+        time.sleep(4 * launcher.LOOK_S)
+        return process
+
     def wait_for(self, sign: Callable[[Program], bool]) -> None:
         """Wait until what the program has said shows this; it must not end before."""
         deadline_s = time.monotonic() + LIMIT_S
@@ -118,7 +125,8 @@ class Program:
 
     def kill(self) -> None:
         for process in self.left():
-            process.send_signal(signal.SIGKILL)
+            with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+                process.send_signal(signal.SIGKILL)
         self.process.wait(GONE_S)
 
 

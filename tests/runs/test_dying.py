@@ -144,6 +144,7 @@ def command(folder: Path, death: Death) -> list[str]:
     return hpcsync("run", job, "--out", "out")
 
 
+@pytest.mark.flaky(reruns=2, only_rerun="loaded before the run")
 @pytest.mark.parametrize(
     "deaths",
     [pytest.param(deaths, id=how, marks=[pytest.mark.once] * (how in ONCE)) for how, deaths in DEATHS.items()],

@@ -70,7 +70,7 @@ FULL = "No space left on device"
 @pytest.mark.once
 @pytest.mark.parametrize(
     ("command", "paradigm", "stop"),
-    [("run", GOSSIP, "seconds = 60"), ("simulate", ASP, "updates = 1_000_000")],
+    [("run", GOSSIP, "seconds = 600"), ("simulate", ASP, "updates = 1_000_000")],
     ids=["run", "simulate"],
 )
 def test_a_disk_that_fills_with_the_trace(folder: Path, command: str, paradigm: str, stop: str) -> None:
@@ -98,7 +98,7 @@ def test_a_disk_without_room_for_the_weights(folder: Path) -> None:
 
 @pytest.mark.once
 def test_a_disk_without_room_for_a_checkpoint(folder: Path) -> None:
-    path = job(folder, parameters=1_000_000, stop="seconds = 60")
+    path = job(folder, parameters=1_000_000, stop="seconds = 600")
     settings = ("--set", "checkpoint.updates=5")
     program = in_the_way(folder, DISK.format("2m"), "run", path, *settings, "--out", "out")
     assert program.status == 1, program.err

@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hpcsync.audit.trace_audit import audit
@@ -74,7 +75,7 @@ def check(folder: Path, workers: range) -> None:
     assert (trace.status, trace.tables["updates"]["samples"][-1]) == ("finished", 2 * 48)
     rows = trace.tables["pushes" if trace.job.has_servers else "exchanges"]
     rows = rows[rows["batch_size"] > 0]
-    assert (rows["batch_size"] == 4).all() and rows["load_s"].sum() > rows["compute_s"].sum()
+    assert (rows["batch_size"] == 4).all() and rows["load_s"].sum() > len(rows) * np.median(rows["compute_s"])
     assert [found for found in audit(trace) if not found.passed] == []
 
 

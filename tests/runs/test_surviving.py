@@ -31,7 +31,7 @@ name = "surviving"
 seed = 3
 workload = {{name = "linear", batch_size = 4, features = 40, samples = 400}}
 optimizer = {{name = "sgd", lr = 0.01}}
-stop = {{seconds = 5}}
+stop = {{seconds = 8}}
 evaluation = {{every_samples = 400}}
 paradigm = {{{paradigm}}}
 cluster = {{{servers} workers = {workers}, on_death = "continue", compute = {{model = "constant", seconds = 0.004}}}}
@@ -67,7 +67,7 @@ def train(**options):
     return sync.rank
 
 
-rank = train(paradigm="k-async", k=2, out="out", stop={"seconds": 5})
+rank = train(paradigm="k-async", k=2, out="out", stop={"seconds": 8})
 print("weights", sum(p.double().sum().item() for p in model.parameters()))
 """
 
@@ -89,9 +89,14 @@ def write_job(folder: Path, name: str, workers: int = 3) -> Path:
     return folder
 
 
+def all_train(status: Path) -> bool:
+    """Whether each worker has made an iteration."""
+    return status.exists() and min(json.loads(status.read_text())["workers"]["iteration"]) > 0
+
+
 def kill_one(program: Program, folder: Path, ranks: range, dice: random.Random) -> int:
     """At a random moment of the run; its rank."""
-    program.wait_for(lambda _: (folder / "out" / "trace.h5").exists())
+    program.wait_for(lambda _: all_train(folder / "out" / "status.json"))
     time.sleep(dice.uniform(0.1, 1.6))
     rank = dice.choice(ranks)
     program.rank(rank).send_signal(signal.SIGKILL)
@@ -244,7 +249,7 @@ def test_processes_end_together_after_training(tmp_path: Path) -> None:
 
     def run(name: str) -> tuple[Program, Path]:
         folder = Path(tempfile.mkdtemp(dir=tmp_path))
-        script = END_WITH if name in UNTRAINED else SCRIPT.replace('"seconds": 5', '"seconds": 0.5')
+        script = END_WITH if name in UNTRAINED else SCRIPT.replace('"seconds": 8', '"seconds": 0.5')
         (folder / "script.py").write_text("\n".join([*AROUND, script, AFTER, ENDS[name][0]]))
         return ended(line, folder, launcher.environment()), folder
 
@@ -282,9 +287,8 @@ def test_without_server_0_or_any_worker_the_run_ends(tmp_path: Path) -> None:
     endless = hpcsync("run", "job.toml", "--out", "out", "--set", "stop.seconds=600")
     with ExitStack() as stack:
         programs = [stack.enter_context(started(endless, folder)) for folder in folders]
-        for program, folder, ranks in zip(programs, folders, ([0], [1, 2]), strict=True):
-            program.wait_for(lambda _, folder=folder: (folder / "out" / "trace.h5").exists())
-            time.sleep(0.3)
+        for program, ranks in zip(programs, ([0], [1, 2]), strict=True):
+            program.wait_for(lambda said: " samples/s" in said.out)
             for process in [program.rank(rank) for rank in ranks]:
                 process.send_signal(signal.SIGKILL)
         for program, folder, said in zip(programs, folders, ("rank 0 died", "no worker is left"), strict=True):
@@ -300,8 +304,9 @@ def test_a_rank_that_dies_before_mpi_knows_it_ends_the_run(tmp_path: Path) -> No
     folder = write_job(tmp_path / "job", "bsp", workers=2)
     with started(hpcsync("run", "job.toml", "--out", "out"), folder) as program:
         program.wait_for(lambda it: "loading libraries" in it.out and bool(it.ranks(2)))  # rank 0 says so
-        program.rank(2).send_signal(signal.SIGKILL)
+        rank = program.hold(2)
         begin_s = time.monotonic()
+        rank.kill()
         assert program.status == 1
         assert time.monotonic() - begin_s < GONE_S
     assert "hpcsync: a rank died before training began\n" in program.err

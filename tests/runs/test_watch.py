@@ -66,7 +66,7 @@ def on_a_terminal(argv: list[str]) -> tuple[int, str]:
 
 
 def test_a_run_on_a_terminal_shows_its_status(job: Path, tmp_path: Path) -> None:
-    status, shown = on_a_terminal(hpcsync("run", job, "--out", tmp_path / "run"))
+    status, shown = on_a_terminal(hpcsync("run", job, "--out", tmp_path / "run", "--set", "stop.seconds=5"))
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
     assert status == 0, text
     assert "starting 3 ranks" in text

@@ -310,7 +310,7 @@ def test_finish_waits_for_the_slowest_and_measures_it(comm, needs):
     with BucketReducer(comm, flat, MIDDLE) as reducer:
         if comm.rank == 0:
             comm.gather(None)
-            time.sleep(0.3)
+            time.sleep(1)
         backward(flat, known(comm.rank))
         if comm.rank > 0:
             comm.gather(None)

@@ -214,9 +214,14 @@ def test_a_trial_tells_a_transfer_that_waits_for_its_target_from_one_that_does_n
     target, word = farthest(comm), np.zeros(1)
     assert target == comm.size - 1
     prompt = min(while_busy(comm, target, lambda: time.sleep(0.001), lambda: None, 0.2) for _ in range(5))
-    received = comm.Irecv(word, 0, 3) if comm.rank == target else MPI.REQUEST_NULL
-    waited = while_busy(comm, target, lambda: comm.Ssend(np.ones(1), target, 3), lambda: None, 0.2)
-    received.Wait()
+
+    def waiting() -> Trial:
+        received = comm.Irecv(word, 0, 3) if comm.rank == target else MPI.REQUEST_NULL
+        trial = while_busy(comm, target, lambda: comm.Ssend(np.ones(1), target, 3), lambda: None, 0.2)
+        received.Wait()
+        return trial
+
+    waited = max((waiting() for _ in range(5)), key=lambda trial: trial.ended_s)
     assert prompt.ended_s < PASSIVE_SHARE * 0.2 < waited.ended_s
     assert 0.001 <= prompt.took_s < prompt.ended_s and 0 < waited.took_s < waited.ended_s
     assert prompt.rate > 0 and waited.rate > 0

@@ -53,7 +53,7 @@ def in_group():
     def join(rank):
         options = dist.ProcessGroupGloo._Options()
         options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        options._timeout = timedelta(seconds=30)
+        options._timeout = timedelta(seconds=200)
         return dist.ProcessGroupGloo(store, rank, RANKS, options)
 
     with ThreadPoolExecutor(RANKS) as threads:

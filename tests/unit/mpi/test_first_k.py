@@ -153,7 +153,7 @@ def test_with_a_clear_order_of_workers_a_simulation_gives_the_same_bits(comm, ne
     needs(2)
     workers = comm.size - 1
     k = max(1, workers // 2)
-    clear = job(workers, seconds=[0.01] * k + [SLOW_S] * (workers - k), updates=30, name="k-sync", k=k)
+    clear = job(workers, seconds=[0.01] * k + [4 * SLOW_S] * (workers - k), updates=30, name="k-sync", k=k)
     equal = job(workers, seconds=0.001, name="k-sync", k=workers)
     for name, this in (("equal", equal), ("clear", clear)):
         weights = on_some(comm, this, folder / name)

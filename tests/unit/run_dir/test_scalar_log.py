@@ -81,7 +81,7 @@ def test_a_log_that_fails_is_one_line(
     log = ScalarLog("wandb", tmp_path, make_job())
     for _ in range(5):
         log.add("pushes", trace.tables["pushes"])  # neither raises nor waits, although the queue is full
-    log._thread.join(10)
+    log._thread.join(100)
     log.add("pushes", trace.tables["pushes"])
     begun_s = time.monotonic()
     log.close("finished")
@@ -92,13 +92,13 @@ def test_a_log_that_fails_is_one_line(
 def test_a_log_that_is_behind_at_the_end_is_ended_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake, trace, writes, free = Fake(), recorder.record("asp"), threading.Event(), threading.Event()
     fake.wandb(monkeypatch)
-    monkeypatch.setattr(fake, "take", lambda *_: writes.set() or free.wait(10))
+    monkeypatch.setattr(fake, "take", lambda *_: writes.set() or free.wait(100))
     monkeypatch.setattr(scalar_log, "WAITING", 2)
     monkeypatch.setattr(scalar_log, "LAST_S", {"finished": 5.0})
     monkeypatch.setattr(scalar_log, "HURRIED_S", 0.0)
     log = ScalarLog("wandb", tmp_path, make_job())
     log.add("pushes", trace.tables["pushes"])
-    assert writes.wait(10)
+    assert writes.wait(100)
     log.add("pushes", trace.tables["pushes"])
     assert log._points.full()
     threading.Timer(0.1, free.set).start()
@@ -123,9 +123,9 @@ def test_a_log_that_hangs_does_not_hold_up_the_end(
     log.close(status)
     assert time.monotonic() < begun_s + 30
     assert log._thread.is_alive() and fake.ended == []
-    log._points.get(timeout=10)
+    log._points.get(timeout=100)
     free.set()
-    log._thread.join(10)
+    log._thread.join(100)
 
 
 def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:

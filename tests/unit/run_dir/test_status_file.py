@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import threading
 import time
@@ -231,6 +232,7 @@ def printed(capsys):
 
 def test_it_shows_each_status_until_the_end(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(watching, "LOOK_S", 0.01)
+    monkeypatch.setattr(watching, "OLD_S", math.inf)
     run = Run()
     status, clock = writer(tmp_path, run)
     status.offer(0.0)

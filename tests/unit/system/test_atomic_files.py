@@ -35,7 +35,7 @@ def test_a_pipe_is_written_and_stays_one(tmp_path: Path) -> None:
         reader.start()
         with whole(name) as path:
             path.write_text("table")
-        reader.join(10)
+        reader.join(100)
         assert read == ["table"]
     assert stat.S_ISFIFO(pipe.stat().st_mode) and link.is_symlink()
     assert len(list(tmp_path.iterdir())) == 2

@@ -78,7 +78,7 @@ def test_redundant_notices_are_dropped(
     assert process.stdout is not None and process.stderr is not None
     output = Output()
     output.forward(process.stdout, process.stderr)
-    assert process.wait(20) == 0
+    assert process.wait(200) == 0
     output.end(stopped, on_terminal=False)
     assert os.fsencode(capfd.readouterr().err) == expected
 
@@ -99,7 +99,7 @@ def test_a_slow_reader_gets_all_unless_the_launch_was_ended(
     assert process.stdout is not None and process.stderr is not None
     output = Output(write)
     output.forward(process.stdout, process.stderr)
-    process.wait(20)
+    process.wait(200)
     if not stopped and not interrupted:
         threading.Timer(1.5, reads.set).start()
     output.end(stopped, False, lambda: interrupted)
@@ -166,6 +166,6 @@ def test_lines_after_an_interrupted_bar_begin_below_it(
         assert process.stdout is not None and process.stderr is not None
         output = Output()
         output.forward(process.stdout, process.stderr)
-        process.wait(20)
+        process.wait(200)
         output.end(stopped, on_terminal)
         assert capfd.readouterr().out == (expected + "\x1b[?25h" if on_terminal else out)
