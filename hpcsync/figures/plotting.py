@@ -40,7 +40,7 @@ PARADIGM_COLOURS = {name: options.colour for name, options in OPTIONS.items()}
 ACTIVITY_COLOURS = {"load": "#3FA88A", "compute": "#0064A6", "wait": "#F5CE62", "transfer": "#000000"}
 GREY = "#767676"
 DASHES = ("-", (0, (4, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)))  # of the first, second, ... line
-MARKERS = ("o", "s", "^", "x", "D", "v")  # of the fifth line and its followers, which have the same dashes again
+MARKERS = ("s", "^", "x", "D", "v", "o")  # of the fifth line and its followers, which have the same dashes again
 LINE_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9", "#E69F00")  # of workers
 
 STYLE: Any = {
