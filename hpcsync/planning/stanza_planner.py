@@ -244,7 +244,7 @@ def sharded_server_s(profile: SplitProfile, link: Link, n_nodes: int) -> float:
 # ---- layouts ----
 
 
-def stanza(profile: SplitProfile, link: Link, groups: Groups, micro_batches: int = 1) -> StanzaLayout:
+def stanza(profile: SplitProfile, link: Link, groups: Groups, micro_batches: int) -> StanzaLayout:
     """Return the layout of Stanza with these groups."""
     seconds = stanza_s(profile, link, groups, micro_batches)
     link_bytes = max(convolution_link_bytes(profile, groups), fc_link_bytes(profile, groups))

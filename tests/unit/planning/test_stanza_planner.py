@@ -68,6 +68,7 @@ def megabytes(profile, groups=TEN):
 @pytest.mark.parametrize(("profile", "row"), [(profile, row) for profile, *row in TABLE])
 def test_the_bytes_of_ten_workers(profile, row):
     assert [round(n / 1e6, 1) for n in megabytes(profile)] == row
+    assert round(stanza_planner.stanza(profile, SLOW, TEN, 1).link_bytes / 1e6, 1) == max(row[-2:])
     # Controls: as many convolution workers as workers, and activations that travel one way.
     (_, sent, *_), alone = megabytes(profile), profile.cut_bytes
     assert round((sent + 2 * profile.shape.conv_bytes) / 1e6, 1) != row[1] != round((sent - 9 * alone) / 1e6, 1)
