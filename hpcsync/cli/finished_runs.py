@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcsync.cli import grid
 from hpcsync.config import job as jobs
 from hpcsync.config.errors import JobError
-from hpcsync.system.atomic_files import is_folder
+from hpcsync.system.atomic_files import below, is_folder
 
 if TYPE_CHECKING:
     from hpcsync.report.summary import Summary
@@ -41,11 +42,16 @@ def grouped(paths: Iterable[Path]) -> Found:
     JobError
         If a folder has no trace, or a trace cannot be read.
     """
+    from hpcsync.trace.reader import TraceInUse
+
     found: dict[str, tuple[dict[str, Any], dict[int, Read]]] = {}
     unfinished, older = [], []
-    for run in map(read, traces(paths)):
-        if run.summary.status != "finished":
-            unfinished.append(str(run.trace))
+    for path in traces(paths):
+        run: Read | None = None
+        with suppress(TraceInUse):  # it is under way
+            run = read(path)
+        if run is None or run.summary.status != "finished":
+            unfinished.append(str(path))
             continue
         keys = {key: text for key, text in _keys(run.job, run.summary.engine) if key != "name"}
         runs = found.setdefault(repr(keys), (keys, {}))[1]
@@ -75,7 +81,7 @@ def traces(paths: Iterable[Path]) -> list[Path]:
 def _traces(path: Path) -> list[Path]:
     if not is_folder(path):
         return [path]
-    found = [path / "trace.h5"] if (path / "trace.h5").exists() else sorted(path.rglob("trace.h5"))
+    found = [path / "trace.h5"] if (path / "trace.h5").exists() else below(path, "trace.h5")
     if not found:
         raise JobError(f"{path}: must be a trace, or a folder with the traces of runs")
     return found

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from hpcsync.config.errors import JobError
 from hpcsync.system import standard_output
+from hpcsync.system.atomic_files import below
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -93,17 +94,17 @@ def viewed(folder: Path) -> Iterator[Callable[[int, bytes], None] | None]:
     console = Console(highlight=False)
     ended = threading.Event()
     live = Live(console=console, auto_refresh=False, transient=True)
-    before_s = -1.0
+    before: Status | None = None
     with suppress(StatusError):
-        before_s = read(folder).written_s  # of a run that resumes
+        before = read(folder)  # of a run that resumes
 
     def look() -> None:
-        written_s = before_s
+        shown = before
         while not ended.wait(LOOK_S):
             with suppress(StatusError, OSError):  # the terminal may be closed
                 status = read(folder)
-                if status.written_s > written_s and status.status == "running":
-                    written_s = status.written_s
+                if status != shown and status.status == "running":
+                    shown = status
                     live.start()
                     live.update(_view(status, console, RUN_LINES), refresh=True)
 
@@ -158,7 +159,7 @@ def _newest(folder: Path) -> Path:
     try:
         if (folder / STATUS).exists():
             return folder
-        found = sorted(folder.rglob(STATUS), key=lambda path: path.stat().st_mtime)
+        found = sorted(below(folder, STATUS), key=_written_s)
         if not found:
             none = "no such folder" if not folder.exists() else "must be the folder of a run, or of runs"
             what = "holds no run that has a status; a simulation keeps none" if folder.is_dir() else none
@@ -166,6 +167,14 @@ def _newest(folder: Path) -> Path:
     except OSError as error:
         raise StatusError(f"{folder}: {error.strerror}") from None
     return found[-1].parent
+
+
+def _written_s(path: Path) -> float:
+    """Return when a file was written; 0 if it has been deleted meanwhile."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def _statuses(folder: Path, *, once: bool) -> Iterator[Status]:

@@ -20,7 +20,8 @@ from hpcsync.config.job import Job
 from hpcsync.run_dir import checkpoint, lock
 from hpcsync.run_dir.checkpoint import Resumed
 from hpcsync.run_dir.checkpoint_files import apart
-from hpcsync.system.atomic_files import aside, removing, whole
+from hpcsync.system import atomic_files
+from hpcsync.system.atomic_files import aside, whole
 from hpcsync.system.standard_output import at_least_80_columns
 
 if TYPE_CHECKING:
@@ -250,16 +251,9 @@ def create(folder: Path, job: Job, before: Resumed | None = None) -> None:
         If the folder holds a job already, or cannot be written.
     """
     with _as_job_error(folder):
-        if before is not None:
-            with whole(folder / JOB) as path:
-                path.write_text(job.to_toml(), encoding="utf-8")
-            return
-        try:
-            with (folder / JOB).open("x", encoding="utf-8") as file, removing(folder / JOB):
-                file.write(job.to_toml())
-                file.flush()
-        except FileExistsError:
-            raise _taken(folder, JOB) from None
+        if before is None and (folder / JOB).exists():
+            raise _taken(folder, JOB)
+        atomic_files.replace(folder / JOB, job.to_toml())
 
 
 def withdraw(folder: Path) -> None:

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from hpcsync.config.job import Job
 from hpcsync.report import live
 from hpcsync.report.live import Moment, RowTally, Status
-from hpcsync.system.atomic_files import removing
+from hpcsync.system.atomic_files import replace
 
 STATUS = "status.json"
 EVERY_S, SELDOM_S = 1.0, 10.0  # least and largest time between two
@@ -177,14 +177,6 @@ class StatusWriter:
 
     def _replace(self, text: str) -> None:
         replace(self._path, text)
-
-
-def replace(path: Path, text: str) -> None:
-    """Replace a file as a whole. It is not flushed to the disk."""
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    with removing(unfinished):
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.replace(path)
 
 
 def read(folder: Path) -> Status:

@@ -69,6 +69,14 @@ def whole(path: Path) -> Iterator[Path]:
         sync(path.parent)
 
 
+def replace(path: Path, text: str) -> None:
+    """Create or replace a file as a whole. It is not flushed to the disk."""
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    with removing(unfinished):
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
+
+
 def try_to_write(path: Path) -> None:
     """Raise NotWritten if `whole` could not write a file, before the work whose result it gets. Nothing is created."""
     with naming(path):
@@ -104,6 +112,11 @@ def removing(path: Path) -> Iterator[None]:
 def is_folder(path: Path) -> bool:
     """Return whether there is such a folder; False, unlike Path.is_dir, where the system refuses to look."""
     return os.path.isdir(path)
+
+
+def below(folder: Path, name: str) -> list[Path]:
+    """Return the files of this name in a folder and in those below it; unlike Path.rglob if some vanish meanwhile."""
+    return sorted(Path(above, name) for above, _, files in os.walk(folder) if name in files)
 
 
 def aside(path: Path) -> Path:

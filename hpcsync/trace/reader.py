@@ -40,11 +40,15 @@ if TYPE_CHECKING:
 
 SLICE_ROWS = 100_000  # 14 MB of the widest table
 MOST_RANKS = 10_000_000  # in a trace that can be read
-DYING_S = 5.0  # time in which a rank that has been killed still holds its trace
+DYING_S = 30.0  # time in which a rank that has been killed still holds its trace
 
 
 class TraceError(JobError):
     """A file is no trace, or none that this version can read. The message is one line that names the file."""
+
+
+class TraceInUse(TraceError):
+    """Another process writes a trace: its run is under way."""
 
 
 @dataclass(frozen=True)
@@ -425,8 +429,8 @@ def _open_when_free(path: Path) -> h5py.File:
     while True:
         try:
             return _open(path, "r+")
-        except TraceError as error:
-            if not isinstance(error.__context__, BlockingIOError) or time.monotonic() > deadline_s:
+        except TraceInUse:
+            if time.monotonic() > deadline_s:
                 raise
         time.sleep(0.1)
 
@@ -445,7 +449,7 @@ def _open(path: Path, mode: str) -> h5py.File:
         file = h5py.File(path, mode, locking="best-effort")
     except BlockingIOError:
         hint = "; `hpcsync watch` shows a run under way" * (mode == "r")
-        raise TraceError(f"{path}: another process uses it{hint}") from None
+        raise TraceInUse(f"{path}: another process uses it{hint}") from None
     except OSError as error:
         problem = f"cannot be opened: {_first_line(error)}"
         if found := re.search(r"truncated file: eof = (\d+),.* stored_eof = (\d+)", str(error)):

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import subprocess
 import tempfile
 import time
@@ -31,7 +32,7 @@ import h5py
 import numpy as np
 
 from hpcsync.paradigms.records import layout
-from hpcsync.system.atomic_files import aside, naming, removing
+from hpcsync.system.atomic_files import aside, naming, removing, whole
 from hpcsync.system.interpreter import python
 from hpcsync.trace.schema import (
     CHECKSUM,
@@ -199,7 +200,8 @@ class TraceWriter:
         try:
             lost.hardlink_to(self.path)
         except OSError:  # a file system without hard links
-            self.path.rename(lost)
+            with whole(lost) as copy:
+                shutil.copyfile(self.path, copy)
 
     def sync(self) -> None:
         """Flush, and wait until the file has reached the disk."""

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcsync.run_dir.status_file import STATUS, replace
+from hpcsync.run_dir.status_file import STATUS
+from hpcsync.system.atomic_files import replace
 from tests.runs.processes import ended, hpcsync, started
 from tests.unit.report.test_live import status as a_status
 

@@ -27,6 +27,7 @@ from hpcsync.system import launcher
 from hpcsync.system.launcher import LaunchError
 from hpcsync.trace.reader import load as load_trace
 from tests.unit.jobs import refusal
+from tests.unit.trace.test_reader import held
 
 JOB = """
 name = "small"
@@ -274,6 +275,17 @@ def test_finished_runs_take_no_options_of_a_grid(job: Path) -> None:
     with pytest.raises(JobError, match="empty: must be a trace, or a folder with the traces of runs"):
         Path("empty").mkdir()
         main([Path("empty")], Asked())
+
+
+def test_a_run_under_way_is_left_out(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for seed in (5, 6):
+        run.simulate(job, [f"seed={seed}"], Path(f"runs/{seed}"), None)
+    with held(Path("runs/5/trace.h5")) as rank:
+        (runs,) = grouped([Path("runs")]).values()
+        rank.stdin.close()
+    assert [*runs] == [6]
+    assert capsys.readouterr().err == "hpcsync: 1 run has not finished and is left out: runs/5/trace.h5\n"
+    assert [*next(iter(grouped([Path("runs")]).values()))] == [5, 6], "control: it has ended"
 
 
 def test_a_prediction_makes_no_other_variant(job: Path) -> None:

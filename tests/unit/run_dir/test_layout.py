@@ -173,6 +173,20 @@ def test_the_resolved_job_lies_in_the_folder(tmp_path):
     assert Job.from_toml((tmp_path / "a" / "b" / "job.toml").read_text()) == make_job()
 
 
+def test_a_job_that_is_half_written_is_not_in_the_folder(tmp_path, monkeypatch):
+    """Else a kill would leave it there, and `hpcsync compare` would end with it."""
+    write, seen = Path.write_text, []
+
+    def look(path, text, **how):
+        write(path, text[:9], **how)
+        seen.append((tmp_path / "job.toml").exists())
+        return write(path, text, **how)
+
+    monkeypatch.setattr(Path, "write_text", look)
+    layout.create(tmp_path, make_job())
+    assert (seen, [path.name for path in tmp_path.iterdir()]) == ([False], ["job.toml"])
+
+
 def test_a_run_that_did_not_start_leaves_nothing(tmp_path, monkeypatch):
     layout.create(layout.choose(make_job(), "run"), make_job())
     layout.withdraw(Path("run"))

@@ -1,9 +1,11 @@
 """status.json: replaced as a whole, read at any time, settled; and the command that shows it."""
 
 import errno
+import io
 import json
 import math
 import os
+import sys
 import threading
 import time
 
@@ -13,7 +15,9 @@ from hpcsync.cli import watch as watching
 from hpcsync.config.errors import JobError
 from hpcsync.run_dir import status_file
 from hpcsync.run_dir.status_file import STATUS, StatusError, StatusWriter, final_status, read, settle
+from hpcsync.system import atomic_files
 from tests.unit.jobs import make_job
+from tests.unit.report.test_live import status as a_status
 
 
 class Run:
@@ -112,7 +116,7 @@ def test_a_file_that_is_replaced_while_it_is_read_is_read_again(tmp_path, monkey
 def test_a_file_that_cannot_be_replaced_leaves_no_other(tmp_path):
     (tmp_path / STATUS).mkdir()
     with pytest.raises(OSError):
-        status_file.replace(tmp_path / STATUS, "{}")
+        atomic_files.replace(tmp_path / STATUS, "{}")
     assert [path.name for path in tmp_path.iterdir()] == [STATUS]
 
 
@@ -219,6 +223,38 @@ def test_the_command_shows_the_newest_run(tmp_path, capsys):
         1,
     ]
     assert "failed" in capsys.readouterr().out
+
+
+def test_what_vanishes_while_the_newest_run_is_looked_for_is_passed_over(tmp_path, capsys, monkeypatch):
+    """Checkpoints are renamed and deleted all the time."""
+    written(tmp_path / "run")
+    (tmp_path / "run" / "checkpoints" / "2.unfinished").mkdir(parents=True)
+    scan, find = os.scandir, watching.below
+
+    def scan_others(path):
+        if str(path).endswith(".unfinished"):
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scan_others)
+    monkeypatch.setattr(watching, "below", lambda *where: [*find(*where), tmp_path / "gone" / STATUS])
+    assert watching.watch(tmp_path, once=True, as_json=True) == 0
+    assert json.loads(capsys.readouterr().out)["status"] == "finished"
+
+
+def test_the_view_of_a_run_that_resumes_on_a_host_whose_clock_is_behind(tmp_path, monkeypatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(watching, "LOOK_S", 0.01)
+    atomic_files.replace(tmp_path / STATUS, a_status(name="before", written_s=time.time() + 3600).model_dump_json())
+    deadline_s = time.monotonic() + 100
+    with watching.viewed(tmp_path):
+        time.sleep(0.1)
+        atomic_files.replace(tmp_path / STATUS, a_status(name="resumed", written_s=time.time()).model_dump_json())
+        while "resumed" not in terminal.getvalue() and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+    assert "resumed" in terminal.getvalue() and "before" not in terminal.getvalue()
 
 
 def printed(capsys):

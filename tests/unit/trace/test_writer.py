@@ -1,6 +1,7 @@
 """The writer: appended rows are read back, and flushed rows survive a kill."""
 
 import contextlib
+import errno
 import math
 import mmap
 import os
@@ -330,6 +331,28 @@ def test_tracing_measures_its_own_cost(path):
     assert (spent_s := reader.load(path).attributes["tracing_overhead_s"]) >= appended_s
     with TraceWriter(path, described, resumed_rows=trace.flushed()) as again:
         assert again.tracing_overhead_s == spent_s, "copied rows are not appended again"
+
+
+def test_without_hard_links_a_full_disk_leaves_the_trace_of_a_run_that_resumes(path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    def fill(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    described = {**ATTRIBUTES, "created": "now", "hosts": "one"}
+    with TraceWriter(path, described) as trace:
+        trace.append("pushes", PUSH)
+    monkeypatch.setattr(Path, "hardlink_to", refuse)
+    before, lost = path.read_bytes(), path.with_name("trace.lost-1.h5")
+    with monkeypatch.context() as context:
+        context.setattr(TraceWriter, "_fsync", fill)
+        with pytest.raises(NotWritten):
+            TraceWriter(path, described, resumed_rows=trace.flushed())
+    assert path.read_bytes() == before
+    lost.unlink()
+    TraceWriter(path, described, resumed_rows=trace.flushed()).close()
+    assert (lost.read_bytes(), len(reader.load(path).tables["pushes"])) == (before, 1)
 
 
 def test_an_append_takes_microseconds_at_most(path):
