@@ -177,8 +177,9 @@ def _run(
     if died and restarts:
         made = checkpoints.number_of(newest) > checkpoints.number_of(None if before is None else before.checkpoint)
         return _Attempt(status, n_ranks, folder, newest is not None, made)
-    if restarts and status:
-        status_file.settle(folder, "failed")
+    if status:
+        ended_by_signal = ended.signum is not None or ended.status == TO_BE_RESUMED
+        status_file.settle(folder, "interrupted" if ended_by_signal else "failed")
     if status and (folder / layout.SUMMARY).exists():
         print(f"hpcsync: the run had finished; hpcsync show {folder} prints its summary", file=sys.stderr)
     elif newest is not None and status not in (0, 2) and ended.status != TO_BE_RESUMED:

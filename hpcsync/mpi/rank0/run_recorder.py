@@ -222,6 +222,8 @@ class RunRecorder(Generic[C]):
         status = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
         with contextlib.suppress(OSError, RuntimeError):
             self.trace.close(status)
+        may_restart = self._given.job.cluster.on_death == "restart" and not isinstance(error, Suspended)
+        self._status.close("running" if may_restart else status)  # `hpcsync run` knows whether a death was the cause
         self._close(status)
         if isinstance(error, Suspended):
             is_script = isinstance(self._given.job.workload, Script)

@@ -238,6 +238,27 @@ def test_a_run_that_dies_again_and_again_ends(path: Path, ranks: Ranks, capsys: 
 
 
 @pytest.mark.parametrize(
+    ("ended", "begins", "expected"),
+    [
+        (Ended(75), True, "interrupted"),
+        (Ended(75, signal.SIGTERM), True, "interrupted"),
+        (Ended(75, signal.SIGTERM), False, "interrupted"),
+        (Ended(130, signal.SIGINT), False, "interrupted"),
+        (Ended(1), False, "failed"),
+    ],
+)
+def test_who_watches_a_run_that_is_not_restarted_sees_its_end(
+    path: Path, ranks: Ranks, ended: Ended, begins: bool, expected: str
+) -> None:
+    """Rank 0 leaves the status to `hpcsync run`, or an earlier start has left it."""
+    ranks.ended, ranks.summary, ranks.status = ended, False, "running" if begins else None
+    Path("o").mkdir()
+    writer(Path("o"))[0].close("running")
+    assert run.run(path, RESTARTING, None, Path("o")) in (1, 75)
+    assert (read(Path("o")).status, ranks.starts) == (expected, 1)
+
+
+@pytest.mark.parametrize(
     ("ended", "status"),
     [
         (Ended(1), "failed"),
