@@ -36,7 +36,7 @@ NAME = "run.lock"
 OWNER_BYTES = 4096  # more than an owner has
 BEAT_S = 5.0
 PATIENCE_S = 4 * BEAT_S
-CLEARING_S = 10.0  # in which the guard of a killed process ends its ranks and settles its trace
+CLEARING_S = 60.0  # in which the guard of a killed process ends its ranks and settles its trace
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)  # what file systems without flock answer
 
 
@@ -241,7 +241,7 @@ def released_on_error() -> Iterator[None]:
 
 def take(path: Path, mine: Owner) -> Lock:
     """Take a lock, after removing one that was left behind. Raises JobError if another process holds it."""
-    deadline_s = time.monotonic() + CLEARING_S
+    deadline_s, waits = time.monotonic() + CLEARING_S, False
     while (handle := _created(path, mine)) is None:
         try:
             other = os.open(path, os.O_RDWR)
@@ -255,6 +255,9 @@ def take(path: Path, mine: Owner) -> Lock:
                 verdict = _watched(path, owner)
             if verdict is Verdict.ALIVE:
                 if locked and _is_being_cleared(owner, mine, start) and time.monotonic() < deadline_s:
+                    if not waits:
+                        print(f"hpcsync: {path}: waiting for the ranks of {owner} to end", file=sys.stderr)
+                    waits = True
                     time.sleep(0.1)
                     continue
                 raise _refused(path, owner)

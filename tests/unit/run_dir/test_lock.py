@@ -110,7 +110,7 @@ def test_a_killed_owner_releases_it_and_a_living_one_is_named(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_whoever_inherits_the_file_holds_it(tmp_path, monkeypatch):
+def test_whoever_inherits_the_file_holds_it(tmp_path, monkeypatch, capsys):
     """As the guard of a killed process does, until the ranks have ended."""
     held = take(tmp_path / lock.NAME, left_behind())
     guard = subprocess.Popen(["sleep", "600"], pass_fds=[held.handle])
@@ -120,6 +120,9 @@ def test_whoever_inherits_the_file_holds_it(tmp_path, monkeypatch):
     try:
         with pytest.raises(JobError):
             take(tmp_path / lock.NAME, this_process())
+        assert capsys.readouterr().err == (
+            f"hpcsync: {tmp_path / lock.NAME}: waiting for the ranks of {left_behind()} to end\n"
+        )
         monkeypatch.setattr(lock, "CLEARING_S", 30.0)
     finally:
         guard.kill()
