@@ -272,7 +272,7 @@ def simulate_one(job: Job, folder: Path, path: str) -> int:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with said.open("w", encoding="utf-8") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
             try:
-                return simulate(job, folder, Console(file=log))
+                return simulate(job, folder, Console(file=log, quiet=True))
             except JobError as error:
                 print(f"hpcsync: {error}")
                 return 2

@@ -95,6 +95,7 @@ def test_a_straggler_decides_and_the_advised_job_is_the_users(job, tmp_path, cap
     assert [row["predicted"] for row in last if row["label"] == "asp"] != [found["predicted"]]
     assert f"Predicted: {found['predicted']['seconds']:.4g} s (" in said.out
     assert all((tmp_path / "uneven" / row["folder"] / "seed-5" / "job.toml").exists() for row in last)
+    assert {log.read_text() for log in tmp_path.glob("uneven/trial-*/*/*.log")} == {""}, "no table for nobody"
     asked, given = (jobs.load(path) for path in (tmp_path / "uneven" / "advised.toml", job))
     assert asked.paradigm.name == "asp" and asked.stop == given.stop and asked.workload == given.workload
     assert asked.optimizer.lr == pytest.approx(found["lr_factors"]["asp"] * given.optimizer.lr)
