@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -146,7 +146,9 @@ class Checkpoints:
         unfinished = self._unfinished(number)
         shutil.rmtree(unfinished, ignore_errors=True)
         with naming(unfinished):
-            unfinished.mkdir(parents=True)
+            with suppress(FileExistsError):
+                self._folder.mkdir()  # and none above it: the folder of the run may have been moved
+            unfinished.mkdir()
 
     def write(self, number: int, name: str, state: Mapping[str, Any]) -> None:
         """Write a state of this rank into the checkpoint that has begun; on return it has reached the disk.

@@ -319,6 +319,7 @@ def test_window_of_sync_switch(model):
 
 def test_single_process_cannot_resume(model, tmp_path):
     train(model, out=tmp_path / "never", resume=True, stop={"updates": 1})
+    (tmp_path / "run").mkdir()
     store = Checkpoints(tmp_path / "run", 2, None, shared=True)
     store.begin(1)
     store.write(1, RUN, run_state())

@@ -43,6 +43,7 @@ BEGAN = "as it was when the run began"
 
 
 def written(folder: Path, *numbers: int, keep: int = 2) -> Checkpoints:
+    folder.mkdir(exist_ok=True)
     store = Checkpoints(folder, keep, checkpoint.newest(folder), shared=True)
     for number in numbers:
         store.begin(number)
@@ -155,6 +156,17 @@ def test_a_folder_that_cannot_be_created_or_renamed_is_named(tmp_path):
     (tmp_path / "checkpoints" / "1" / "in the way").mkdir(parents=True)
     with pytest.raises(NotWritten, match=r"/checkpoints/1\.unfinished: Directory not empty$"):
         store.commit(1)
+
+
+def test_a_folder_that_was_moved_is_not_created_again(tmp_path):
+    """The run would find no trace in it at its end."""
+    (tmp_path / "run").mkdir()
+    store = Checkpoints(tmp_path / "run", 2, None, shared=True)
+    store.begin(1)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    with pytest.raises(NotWritten, match=r"run/checkpoints/2\.unfinished: No such file or directory$"):
+        store.begin(2)
+    assert not (tmp_path / "run").exists()
 
 
 # ---- the ranks of a run that resumes ----
