@@ -272,7 +272,7 @@ def take(path: Path, mine: Owner) -> Lock:
 def _created(path: Path, owner: Owner) -> int | None:
     """Create the lock, locked and complete from the first moment on; None if there is one."""
     draft = path.with_name(f"{path.name}.{owner.token}")
-    handle = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+    handle = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         os.write(handle, json.dumps(asdict(owner)).encode())
         _busy(handle)
@@ -291,7 +291,7 @@ def _created(path: Path, owner: Owner) -> int | None:
 
 def _created_in_place(path: Path, owner: Owner) -> int | None:
     try:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
     except FileExistsError:
         return None
     _busy(handle)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -108,6 +109,22 @@ def test_a_killed_owner_releases_it_and_a_living_one_is_named(tmp_path):
         process.kill()
         process.communicate()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_whoever_may_write_the_other_files_can_remove_one_that_was_left_behind(tmp_path, monkeypatch, has_links):
+    def refuse(*_):
+        raise PermissionError
+
+    if not has_links:
+        monkeypatch.setattr(os, "link", refuse)
+    before = os.umask(0o002)  # as in a folder of a group
+    try:
+        held = take(tmp_path / lock.NAME, this_process())
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(held.path.stat().st_mode) == 0o664
+    held.release()
 
 
 def test_whoever_inherits_the_file_holds_it(tmp_path, monkeypatch, capsys):
