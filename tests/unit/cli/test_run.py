@@ -328,6 +328,7 @@ def test_a_damaged_trace_is_reported(
 
 
 def save(folder: Path, job: Job, number: int = 1) -> None:
+    folder.mkdir(exist_ok=True)
     store = Checkpoints(folder, 2, None, shared=True)
     store.begin(number)
     store.write(number, RUN, run_state(job))
