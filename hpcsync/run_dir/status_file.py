@@ -24,7 +24,9 @@ from hpcsync.report.live import Moment, RowTally, Status
 from hpcsync.system.atomic_files import replace
 
 STATUS = "status.json"
+SUMMARY = "summary.json"  # proves the end of a run, before its last status does
 EVERY_S, SELDOM_S = 1.0, 10.0  # least and largest time between two
+LATE_S = 30.0  # after the summary, without a last status: rank 0 was killed in between, or could not write it
 SHARE = 0.0008  # of a core, which writing them may take: with the first and the last, 0.001 after a minute
 
 
@@ -189,7 +191,9 @@ def read(folder: Path) -> Status:
     """
     path = folder / STATUS
     try:
-        return Status.model_validate_json(_content(path))
+        status = Status.model_validate_json(_content(path))
+        is_late = status.status == "running" and time.time() - status.written_s > LATE_S
+        return _with(status, "finished") if is_late and (folder / SUMMARY).exists() else status
     except FileNotFoundError:
         raise StatusError(f"{path}: no such file: the run has not begun, or wrote none") from None
     except OSError as error:
@@ -217,8 +221,13 @@ def _content(path: Path) -> bytes:
 
 
 def settle(folder: Path, status: str) -> None:
-    """Set the final status of a run whose ranks were killed before they could."""
+    """Set the final status of a run whose ranks were killed before they could; "finished" if they had finished."""
     with suppress(StatusError, OSError):
         last = read(folder)
         if last.status == "running":
-            replace(folder / STATUS, last.model_copy(update={"status": status}).model_dump_json())
+            final = "finished" if (folder / SUMMARY).exists() else status
+            replace(folder / STATUS, _with(last, final).model_dump_json())
+
+
+def _with(last: Status, status: str) -> Status:
+    return last.model_copy(update={"status": status})

@@ -13,7 +13,7 @@ import pytest
 
 from hpcsync.cli import watch as watching
 from hpcsync.config.errors import JobError
-from hpcsync.run_dir import status_file
+from hpcsync.run_dir import layout, status_file
 from hpcsync.run_dir.status_file import STATUS, StatusError, StatusWriter, final_status, read, settle
 from hpcsync.system import atomic_files
 from tests.unit.jobs import make_job
@@ -223,6 +223,21 @@ def test_the_command_shows_the_newest_run(tmp_path, capsys):
         1,
     ]
     assert "failed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("has_summary", [True, False])
+def test_a_run_that_was_killed_between_its_summary_and_its_last_status_has_finished(tmp_path, has_summary):
+    written(tmp_path / "run", "running")
+    if has_summary:
+        (tmp_path / "run" / layout.SUMMARY).touch()
+    last = read(tmp_path / "run")
+    assert last.status == "running", "its last status may just be written"
+    earlier = last.model_copy(update={"written_s": last.written_s - 100})
+    atomic_files.replace(tmp_path / "run" / STATUS, earlier.model_dump_json())
+    assert read(tmp_path / "run").status == ("finished" if has_summary else "running")
+    atomic_files.replace(tmp_path / "run" / STATUS, last.model_dump_json())
+    settle(tmp_path / "run", "failed")
+    assert read(tmp_path / "run").status == ("finished" if has_summary else "failed")
 
 
 def test_what_vanishes_while_the_newest_run_is_looked_for_is_passed_over(tmp_path, capsys, monkeypatch):
