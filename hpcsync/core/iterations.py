@@ -108,6 +108,7 @@ class Iterations(Stateful):
         self._first_by: list[int] = []  # first training epoch of each loader; -1: it has not been read
         self._n_loaders = 0  # loaders of this start of the run
         self._skip_by: list[int] = []  # next batches of each loader to skip, trained on before the run was resumed
+        self._skip_others = 0  # batches to skip of loaders of which only the sum is known
         self._last_used = 0  # last loader of which batches are skipped
         self._on_continuing: Callable[[], None] = lambda: None
         self._lengths: dict[int, int] = {}  # batches of epochs, where only reading tells, or the loop ended early
@@ -264,12 +265,12 @@ class Iterations(Stateful):
 
     def skip(self, n_batches: int) -> None:
         """Start after so many batches, of which nothing else is known."""
-        self._used = n_batches
+        self._used = self._skip_others = n_batches
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Resume from a state: the next loaders skip the batches that were trained on."""
         super().restore(state)
-        self._skip_by = [*self._used_by]
+        self._skip_by, self._skip_others = [*self._used_by], self._used - sum(self._used_by)
         self._last_used = max((number for number, used in enumerate(self._used_by) if used), default=0)
 
     def when_continuing(self, call: Callable[[], None]) -> None:
@@ -281,8 +282,8 @@ class Iterations(Stateful):
         call()
 
     def _to_skip(self, number: int) -> int:
-        """Return how many batches the loader of this number is still to skip; of some only the sum is known."""
-        return self._skip_by[number] if number < len(self._skip_by) else self._used - sum(self._used_by)
+        """Return how many batches the loader of this number is still to skip."""
+        return self._skip_by[number] if number < len(self._skip_by) else self._skip_others
 
     def _have_skipped(self, number: int, n_batches: int) -> None:
         """Count batches that the loader of this number has skipped."""
@@ -290,6 +291,7 @@ class Iterations(Stateful):
             self._skip_by[number] -= n_batches
         else:
             self._used_by[number] += n_batches
+            self._skip_others -= n_batches
 
     @property
     def under_way(self) -> bool:

@@ -103,6 +103,23 @@ def test_a_loader_of_which_only_the_length_is_asked_has_no_epoch():
     assert samples(first) == expected(range(1, 2))
 
 
+def test_a_further_loader_takes_no_pass_over_those_before():
+    """A script may have a loader for each of many short epochs."""
+    passes = []
+
+    class Passed(list[int]):
+        def __iter__(self) -> Iterator[int]:
+            passes.append(len(self))
+            return super().__iter__()
+
+    iterations = make_iterations()
+    iterations._used_by = Passed()
+    for _ in range(3):
+        loader = iterations.shard(Asked(DATA, 4, 1))
+        assert len(loader) == len(samples(loader)) > 0
+    assert passes == []
+
+
 def test_a_checkpoint_of_before_may_be_resumed_twice():
     """Its sum is divided among the loaders as they skip their batches."""
     iterations = make_iterations()
