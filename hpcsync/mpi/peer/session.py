@@ -116,7 +116,18 @@ class PeerSession(RankSession):
         return (lambda model, x, *rest: model(x).sum()) if below else loss
 
     def _batches(self, asked: Asked) -> Batches:
-        """Return this worker's batches; restore the state of a resumed run first."""
+        """Return this worker's batches; restore the state of a resumed run first.
+
+        Raises
+        ------
+        JobError
+            If gradients are to accumulate where the layers are separated.
+        """
+        if asked.accumulate > 1 and self._job.paradigm.separates_layers:
+            raise JobError(
+                f"accumulate = {asked.accumulate}: must be 1 with paradigm.name = {shown(self._job.paradigm.name)}, "
+                "whose groups exchange every batch"
+            )
         if self._resumed is not None:  # not earlier: the script's setup may draw numbers and change the model, too
             with self._checkpoints.restoring(self._name):
                 self._restore(self._resumed)

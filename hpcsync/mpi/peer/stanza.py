@@ -77,11 +77,12 @@ class StanzaExchange(Summing):
         Raises
         ------
         JobError
-            If the model cannot be split at ``paradigm.cut``.
+            If the model cannot be split at ``paradigm.cut``, or a part of it is frozen.
         RuntimeError
             If a later loop has batches of another shape.
         """
         assert isinstance(source, Ordered)
+        self._refuse_frozen()
         sample, batch_size = self._sample(source), source.batch_size
         batch = [(batch_size, *tensor.shape[1:], tensor.dtype) for tensor in sample]
         if self._prepared is not None:
@@ -118,15 +119,26 @@ class StanzaExchange(Summing):
                 raise JobError(f"paradigm.cut = {shown(self._cut)}: {error}") from None
         return sample
 
+    def _refuse_frozen(self) -> None:
+        """Raise JobError if a part has no parameter to train: no gradient would be computed there."""
+        for half, where in ((self._layers.below, "below"), (self._layers.above, "above")):
+            if not any(p.requires_grad for p in half.parameters()):
+                raise JobError(
+                    f"paradigm.cut = {shown(self._cut)}: a layer {where} the cut must be trained; the script has frozen "
+                    "all of them"
+                )
+
     # ---- an iteration ----
 
     def begin(self, batch: Any) -> Any:
         """Begin an iteration; on a fully-connected worker return the received activations and labels."""
         if self._batch:
-            raise RuntimeError(
+            raise JobError(
                 "shard: with separated layers every batch must be computed and stepped before the next one is drawn, "
-                "because the other group waits for it (on a convolution worker the loss is never a number)"
+                "because the other group waits for it: gradients cannot accumulate over batches (and on a convolution "
+                "worker the loss is never a number)"
             )
+        self._refuse_frozen()
         self._activations.waited_s = 0.0
         self._computed = 0
         if self._layers.is_fc:

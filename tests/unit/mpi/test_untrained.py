@@ -106,6 +106,8 @@ def train(paradigm: dict[str, Any], out: Path, mistake: str) -> None:
         x = torch.randn(200, 5)
         data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
         with hpcsync.connect(model, optimizer, name, out=out, comm=comm, stop={"samples": 200}, **options) as sync:
+            if mistake == "frozen above":
+                model.fc.requires_grad_(False)
             for step, (inputs, targets) in enumerate(sync.shard(data, batch_size=4, epochs=None)):
                 if mistake == "never a step" and step == STEPS:
                     break
@@ -124,6 +126,10 @@ def train(paradigm: dict[str, Any], out: Path, mistake: str) -> None:
                     loss.backward()
                 if mistake != "never a step":
                     sync.step(loss)
+                if mistake == "later frozen below":
+                    model.body.requires_grad_(False)
+                if mistake == "later frozen above":
+                    model.fc.requires_grad_(False)
 
     run(N_RANKS, script)
 
@@ -232,6 +238,23 @@ def test_a_mistake_of_the_script_ends_the_run(tmp_path, paradigm, mistake, said)
     assert load(tmp_path / "run" / "trace.h5").status == "failed"
 
 
+@pytest.mark.parametrize("mistake", ["frozen above", "later frozen above", "later frozen below"])
+def test_a_layer_of_each_part_must_be_trained(tmp_path, mistake):
+    with pytest.raises(JobError, match=f'^paradigm.cut = "fc": a layer {mistake.split()[-1]} the cut must be trained'):
+        train({"name": "stanza", "cut": "fc"}, tmp_path / "run", mistake)
+
+
+def test_gradients_of_separated_layers_do_not_accumulate(tmp_path):
+    def script(comm: Any) -> None:
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with hpcsync.connect(model, optimizer, "stanza", cut="fc", out=tmp_path / "run", comm=comm) as sync:
+            sync.shard(torch.utils.data.TensorDataset(torch.ones(24, 5), torch.ones(24, 1)), 4, accumulate=2)
+
+    with pytest.raises(JobError, match=r'^accumulate = 2: must be 1 with paradigm.name = "stanza"'):
+        run(N_RANKS, script)
+
+
 @every_paradigm
 def test_a_loss_that_is_never_finite_is_said_and_fails_the_audit(tmp_path, capsys, paradigm):
     train(paradigm, tmp_path / "run", "nan")
@@ -250,7 +273,7 @@ def test_without_a_mistake_the_audit_passes(tmp_path, paradigm):
 def test_a_loop_without_a_step_is_said_and_fails_the_audit(tmp_path, capsys, paradigm):
     """Where `backward` itself forms the mean of all workers, the second one ends the run."""
     if paradigm["name"] in ("allreduce", "stanza"):
-        with pytest.raises(RuntimeError, match=r"backward passes in one step|must be computed and stepped"):
+        with pytest.raises((RuntimeError, JobError), match=r"backward passes in one step|must be computed and stepped"):
             train(paradigm, tmp_path / "run", "never a step")
         return
     train(paradigm, tmp_path / "run", "never a step")
