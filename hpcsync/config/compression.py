@@ -208,8 +208,13 @@ def check(compression: CompressionOptions, paradigm: ParadigmOptions, momentum: 
             raise JobError(
                 f"{name}: must be another {having}, which transfers no gradients; the momentum of dgc is for these"
             )
-        if momentum != 0:
-            raise JobError(
-                f'optimizer.momentum = {shown(momentum)}: must be 0 or omitted with compression.name = "dgc", '
-                "which has its own momentum, compression.momentum"
-            )
+        refuse_momentum(compression, momentum)
+
+
+def refuse_momentum(compression: CompressionOptions, momentum: Any) -> None:
+    """Raise JobError if the optimizer has a momentum beside that of the compression."""
+    if isinstance(compression, DgcOptions) and momentum != 0:
+        raise JobError(
+            f'optimizer.momentum = {shown(momentum)}: must be 0 or omitted with compression.name = "dgc", '
+            "which has its own momentum, compression.momentum"
+        )

@@ -23,6 +23,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook, register_m
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from hpcsync.config.compression import refuse_momentum
 from hpcsync.config.errors import JobError, below
 from hpcsync.config.job import Job
 from hpcsync.config.user_code import of_user
@@ -288,6 +289,8 @@ class RankSession(Session):
         if self.worker is not None and self._iterations.left_over:
             return None
         optimizer: Any = script.optimizers[index]
+        for group in optimizer.param_groups:  # which a scheduler may have changed
+            refuse_momentum(self._job.compression, group.get("momentum", 0))
         if closure is not None:
             loss = self._of_closure(closure)
         optimizer._opt_called = True  # what a scheduler looks for

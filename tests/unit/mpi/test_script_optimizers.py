@@ -721,6 +721,24 @@ def test_dgc_refuses_momentum_of_any_group(comm, needs, folder, paradigm):
 
 
 @pytest.mark.parametrize("paradigm", ["bsp", "allreduce"])
+def test_dgc_refuses_momentum_that_a_scheduler_sets(comm, only, folder, paradigm):
+    only(2)
+    model = Net().double()
+    optimizer, compression = torch.optim.SGD(model.parameters(), lr=0.05), {"name": "dgc", "ratio": 0.1}
+    with hpcsync.connect(
+        model, optimizer, paradigm, compression=compression, out=folder / "run", comm=comm
+    ) as sync:
+        for step, batch in enumerate(sync.shard(data(8 * BATCH), BATCH)):
+            loss_of(model, batch).backward()
+            if step == 1:
+                torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9)
+                with pytest.raises(JobError, match=r"optimizer.momentum = 0.95: must be 0 or omitted with compression"):
+                    optimizer.step()
+                optimizer.param_groups[0]["momentum"] = 0.0
+            optimizer.step()
+
+
+@pytest.mark.parametrize("paradigm", ["bsp", "allreduce"])
 def test_two_optimizers_refuse_allocated_batches(comm, needs, folder, paradigm):
     """Each step would be allocated samples, of which the loop draws only those of every second one."""
     needs(2)
