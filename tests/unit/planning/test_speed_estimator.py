@@ -182,6 +182,7 @@ def test_in_proportion_everything_is_the_samples():
     assert estimator.observe(10, 2.0, 7.0) == Estimate(0.0, 0.2)
     fixed_s, sample_s = estimator.observe(10, 1.0, 7.0)
     assert (fixed_s, 1 / sample_s) == (0.0, pytest.approx(0.3 * 10 + 0.7 * 5))
+    assert estimator.observe(65, 10.0, 7.0) == Estimate(0.0, pytest.approx(sample_s))
 
 
 def test_transfers_are_smoothed_and_fixed():
@@ -210,7 +211,10 @@ def test_the_predictor_observes_speeds_of_the_first_size_and_the_time_of_the_who
     assert seen.last == pytest.approx((first / (0.01 + 0.01 * first / 32), 0.011 + 0.01 * 20 / 32), rel=0.02)
 
 
-@pytest.mark.parametrize("values", [(0, 1.0, 0.0), (1, math.nan, 0.0), (1, 1.0, -1.0), (1, 1.0, math.inf)])
+@pytest.mark.parametrize(
+    "values",
+    [(0, 1.0, 0.0), (1, math.nan, 0.0), (1, -0.1, 0.0), (1, math.inf, 0.0), (1, 1.0, -0.1), (1, 1.0, math.inf)],
+)
 def test_impossible_iterations_are_refused(values):
     with pytest.raises(ValueError, match="n_samples >= 1 and finite times >= 0 are required"):
         Estimator(Smoothing(), tell_fixed=True).observe(*values)
