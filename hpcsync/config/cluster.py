@@ -346,20 +346,20 @@ class Cluster(Table):
         of_each: list[list[ClusterEvent]] = [[] for _ in range(self.workers)]
         for event in self.events if joins else ():
             of_each[event.worker].append(event)
-        timed: list[tuple[int, int, float]] = []
+        timed: list[tuple[int, float]] = []
         for i, event in joins:
             key = f"cluster.events[{i}]"
             if event.at_s is None:
                 raise JobError(f'{key}.at_iteration = {event.at_iteration}: must be at_s with change = "join"')
             if any(other.change == "leave" and other.at_s is None for other in of_each[event.worker]):
                 raise JobError(f'{key}.change = "join": worker {event.worker} must leave at_s, not at_iteration')
-            timed.append((i, event.worker, event.at_s))
+            timed.append((i, event.at_s))
         try:
             away = [absences(events) for events in of_each]
         except ValueError as error:
             raise JobError(f"cluster.events: {error}") from None
-        for i, worker, at_s in timed:
-            if all(_is_away(away[w], at_s) for w in range(self.workers) if w != worker):
+        for i, at_s in timed:
+            if all(_is_away(each, at_s) for each in away):
                 raise JobError(
                     f"cluster.events[{i}].at_s = {at_s:g}: must be while another worker is active: the run ends when "
                     "none is"

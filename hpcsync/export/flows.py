@@ -69,7 +69,7 @@ def _events(trace: Trace) -> Iterator[Mark]:
         yield Mark(row["worker"], _ns(row), f"stall, {Phase(row['phase']).name.lower()}", ("", 0), about)
     for row in _rows(trace, "decisions"):
         controller = row.pop("controller").decode()
-        of_all = trace.job.has_servers and controller in ("switch", *EVENTS)
+        of_all = controller in ("switch", *EVENTS)
         about = {name: value for name, value in row.items() if name not in ("seq", "now_s")}
         name = _EVENTS.get(controller, f"decision, {controller}")
         yield Mark(SERVERS if of_all else row["worker"], _ns(row), name, ("event", row["seq"]), about)
@@ -137,7 +137,7 @@ class Flows:
         return {position: self.leaving.pop(key, []) for key, position in last.items()}
 
 
-def counters(trace: Trace, n_bytes: int = 0) -> Iterator[tuple[str, str, Rows, Rows]]:
+def counters(trace: Trace, n_bytes: int) -> Iterator[tuple[str, str, Rows, Rows]]:
     """Yield the counters of a run: name, unit, times in seconds, and values, both of shape (n_values,).
 
     `n_bytes` were transferred before, if the trace is a part of the run.

@@ -156,7 +156,8 @@ def test_flows_leave_the_last_span_that_begins_before_the_push_is_handled(
 
 def test_times_that_elapse_are_on_the_track_of_the_deciding_server(tmp_path: Path) -> None:
     found = written(tmp_path, recorder.record("async-diloco", jitter=0.3))
-    assert {s.track[1] for s in found.slices if s.name == "time elapsed"} == {"server 0"}
+    elapsed = {(s.track[1], *s.about) for s in found.slices if s.name == "time elapsed"}
+    assert elapsed == {("server 0", "worker", "chosen")}
 
 
 def test_other_events_release_workers_too(tmp_path: Path) -> None:
