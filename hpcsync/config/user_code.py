@@ -16,7 +16,7 @@ from hpcsync.config.errors import JobError, shown
 from hpcsync.config.job import Job
 from hpcsync.config.workloads import Function
 
-CALLERS = (str(Path(__file__).parents[1]), "<frozen ", str(Path(importlib.util.__file__).parent))  # of the user's code
+CALLERS = (f"{Path(__file__).parents[1]}/", "<frozen ", str(Path(importlib.util.__file__).parent))  # of the user's code
 # With these a module may have names that its source does not spell.
 ADDING_NAMES = r"import\s*\*|exec|globals|locals|vars|setattr|modules|__getattr__|__dict__"
 INSTALLED = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")})

@@ -8,9 +8,10 @@ import pytest
 from typer.testing import CliRunner
 
 from hpcsync.cli.app import app
+from hpcsync.config import user_code
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import load
-from hpcsync.config.user_code import refuse_missing
+from hpcsync.config.user_code import raised, refuse_missing
 from tests.runs.processes import hpcsync
 
 JOB = """
@@ -172,3 +173,10 @@ def test_a_mistake_in_a_workload_is_one_line_with_the_user_s_part_of_the_traceba
     assert not [each for each in frames if "/hpcsync/" in each or "typer" in each or "click" in each]
     if name == "late":
         assert "mat1 and mat2 shapes" in first and "(mistaken.py:22); the trace so far is" in first
+
+
+def test_a_module_beside_the_package_whose_name_begins_with_the_package_s_is_the_user_s() -> None:
+    path = f"{Path(user_code.__file__).parents[1]}_models.py"
+    with pytest.raises(ZeroDivisionError) as caught:
+        exec(compile("1 / 0", path, "exec"))
+    assert str(raised("hpcsync_models:f", caught.value)).endswith(" division by zero (hpcsync_models.py:1)")

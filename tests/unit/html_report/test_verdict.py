@@ -64,6 +64,7 @@ def test_one_run() -> None:
     assert "did not reach loss 0.3: it ended after 12.5 s and 4,096 samples." in sentences(bsp=[run(None)])[0]
     assert "it has no target." in sentences(bsp=[run(None, target=None)])[0]
     assert "its status is failed, after 12.5 s." in sentences(bsp=[run(None, status="failed")])[0]
+    assert sentences(bsp=[run(9.5, n_servers=0)])[0].startswith("small (bsp, 2 workers, in virtual time) reached")
 
 
 def test_several_seeds_end_on_average() -> None:
@@ -82,6 +83,7 @@ def test_a_slow_worker_is_named() -> None:
         "slowest, its iterations take 2 times the median."
     )
     assert "slowest" not in sentences(bsp=[run(9.5, [(0, 3, 0, 0), (0, 3, 0, 0), (0, 3.3, 0, 0)])])[1]
+    assert "slowest" not in sentences(bsp=[slow._replace(slowness=np.array([1.0, np.nan, 2.0]))])[1]
 
 
 def test_a_slow_worker_whose_iterations_are_cancelled_is_as_slow_as_in_the_explanation(tmp_path: Path) -> None:
@@ -126,8 +128,9 @@ def test_differences_that_seeds_explain_and_others() -> None:
         c=[run(1.0, wait_share=0.5), run(2.5), run(2.8)],
         d=[run(2.0), run(None), run(2.0)],
     )
-    assert found[0].startswith(
-        "a reached loss 0.3 soonest, after 2 s (95 % interval -0.484 to 4.48 s) on average over 3"
+    assert found[0] == (
+        "a reached loss 0.3 soonest, after 2 s (95 % interval -0.484 to 4.48 s) on average over 3 seeds; its "
+        "probability of being the fastest is 0.73."
     )
     assert found[1] == (
         "It is ahead of b (by 1.03 s) by more than the seeds explain; its lead over c (by 0.1 s) may be chance; no "
@@ -142,11 +145,13 @@ def test_differences_that_seeds_explain_and_others() -> None:
 
 
 def test_the_best_accuracy_and_that_of_the_fastest() -> None:
-    last = sentences(bsp=[run(9.5, final_accuracy=0.9)], asp=[run(8.0, final_accuracy=0.8, wait_share=0.01)])[2]
+    last = sentences(asp=[run(8.0, final_accuracy=0.8, wait_share=0.01)], bsp=[run(9.5, final_accuracy=0.9)])[2]
     assert last == (
         "Workers waited 1.0 % of their time under asp and 25 % under bsp, and bsp ended with the best accuracy (0.9), "
         "asp with 0.8."
     )
+    last = sentences(bsp=[run(9.5)], asp=[run(8.0, final_loss=0.2)])[2]
+    assert last.endswith(", and asp ended with the smallest loss (0.2).")
 
 
 def test_a_loss_that_is_not_finite_is_in_the_verdict() -> None:
