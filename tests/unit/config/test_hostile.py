@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hpcsync.config.errors import JobError
-from hpcsync.config.job import MOST_CHARACTERS, load
+from hpcsync.config.job import MOST_CHARACTERS, Job, load
 from tests import hostile_jobs
 
 JOB = """
@@ -43,7 +43,10 @@ def refused(tmp_path: Path, text: str, *overrides: str) -> str:
             JOB.replace("workers = 3", f"workers = {2**63 - 1}"),
             "cluster.workers = 9223372036854775807: must be at most",
         ),
-        (JOB.replace("workers = 3", "workers = 3, servers = 2000000"), "cluster.servers = 2000000: must be at most"),
+        (
+            JOB.replace("workers = 3", "workers = 3, servers = 2000000"),
+            "cluster.servers = 2000000: must be at most 1000000",
+        ),
         (JOB.replace("parameters = 100", f"parameters = {2**62}"), "workload.parameters"),
         (JOB.replace("batch_size = 8", f"batch_size = {2**31}"), "workload.batch_size = 2147483648: must be at most"),
         (f"{JOB}# {'x' * MOST_CHARACTERS}", "at most 1,000,000 characters"),
@@ -78,6 +81,11 @@ def test_a_hostile_file(tmp_path: Path, text: str, says: str) -> None:
 )
 def test_a_hostile_override(tmp_path: Path, override: str, says: str) -> None:
     assert says in refused(tmp_path, JOB, override)
+
+
+def test_a_hostile_job_of_a_trace() -> None:
+    with pytest.raises(JobError, match=r"^job: a\.a\.\.\.: must be nested at most 16 levels deep$"):
+        Job.from_toml(f"{JOB}{'.'.join('a' * 900)} = 1")
 
 
 def test_mutated_files_are_shown_or_refused_in_one_line() -> None:

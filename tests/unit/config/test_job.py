@@ -309,6 +309,10 @@ def test_a_key_of_both_kinds_is_dropped_if_its_value_is_not_valid_any_more(path:
     assert remarks(path, ["paradigm=gossip"]) == [
         "paradigm.name changed from dssp to gossip: staleness_min, staleness_max, mode dropped"
     ]
+    path.write_text(TOML.replace('name = "digits"', 'name = "text"\nwidth = 2000\nbatch_size = 8'))
+    assert remarks(path, ["workload=images"]) == [
+        "workload.name changed from text to images: width dropped; batch_size kept"
+    ]
 
 
 @pytest.mark.parametrize("allreduce", ["paradigm=allreduce", 'paradigm={name="allreduce"}'])
@@ -428,6 +432,7 @@ def test_a_prediction_of_another_job_is_dropped(path: Path, overrides: list[str]
 
 def test_ranks_are_servers_and_workers(path: Path) -> None:
     assert load(path, ["cluster.servers=2", "cluster.compute.seconds=1"], ranks=5).cluster.workers == 3
+    assert load(path, ["cluster.workers_min=2"], ranks=4).cluster.workers == 4
     assert error(path, ranks=1) == "-n 1: must be at least 2: cluster.servers = 1 and a worker"
     assert error(path, "cluster.servers=2", ranks=2) == "-n 2: must be at least 3: cluster.servers = 2 and a worker"
     assert error(path, "cluster=3", ranks=2) == "cluster = 3: must be a table"
@@ -591,6 +596,7 @@ MISTAKES = {
     "stop.updates=0": "stop.updates = 0: must be at least 1",
     "stop.target_accuracy=1.5": "stop.target_accuracy = 1.5: must be at most 1",
     "stop.target_accuracy=0": "stop.target_accuracy = 0: must be greater than 0",
+    "stop.target_loss=inf": "stop.target_loss = inf: must be a finite number",
     "evaluation.every_samples=-1": "evaluation.every_samples = -1: must be at least 0",
     'paradigm={name="ssp",staleness=-1}': "paradigm.staleness = -1: must be a whole number of at least 0, or inf",
     'paradigm={name="ssp",staleness=1.5}': "paradigm.staleness = 1.5: must be a whole number of at least 0, or inf",
