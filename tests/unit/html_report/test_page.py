@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,8 @@ from hpcsync.config.predicted import Prediction
 from hpcsync.html_report import charts, curves, page, run_data
 from hpcsync.html_report.page import render
 from hpcsync.html_report.run_data import Decisions, RunData, evenly
-from hpcsync.trace.schema import TABLES, Change, Phase
+from hpcsync.trace.reader import load
+from hpcsync.trace.schema import TABLES, Change, Outcome, Phase
 from tests.unit.html_report import pages
 
 HOSTILE = """<script>alert("x")</script>'&amp;"""
@@ -111,6 +114,24 @@ def test_every_mark_tells_its_value_and_every_figure_has_its_numbers(text: str) 
     assert all(given.get("role") == "img" and given.get("aria-label") for given in pictures)
 
 
+def outside(text: str) -> list[str]:
+    """Return the elements of a page that reach beyond their picture."""
+    found = []
+    for wide, high, drawn in re.findall(r'<svg [^>]*viewBox="0 0 ([\d.]+) ([\d.]+)" role="img"[^>]*>(.*?)</svg>', text):
+        for element in re.findall(r"<(?:rect|circle|line|text)[^>]*>", drawn):
+            at = {name: float(value) for name, value in re.findall(r' ([a-z]+\d?)="(-?[\d.]+)"', element)}
+            at |= {"x2": at["x"] + at["width"], "y2": at["y"] + at["height"]} if "width" in at else {}
+            xs, ys = ([value for name, value in at.items() if name.strip("c12") == axis] for axis in "xy")
+            if not (0 <= min(xs) <= max(xs) <= float(wide) and 0 <= min(ys) <= max(ys) <= float(high)):
+                found.append(element)
+    return found
+
+
+def test_every_mark_is_within_its_picture(text: str) -> None:
+    assert outside(text) == []
+    assert len(outside(text.replace('<rect x="', '<rect x="-'))) > 10
+
+
 def test_a_mark_without_a_title_is_noticed() -> None:
     mark = '<rect class="bar compute"></rect>'
     assert Page(f"<svg>{mark}</svg>").untitled == ["bar compute"]
@@ -150,10 +171,63 @@ def test_the_numbers_are_those_of_the_runs(text: str, runs: dict[str, list[RunDa
         assert f"all {len(each.checks)} checks passed" in text
         assert each.summary.time_to_target_s is not None
         assert f"one run, {page.number(each.summary.time_to_target_s)} s" in text
+    assert re.findall(r"\d evenly spaced of", text) == []
     assert "dssp reached loss 0.3 soonest, after " in text
     assert "audits passed</dt><dd>6 of 6" in text
     assert "@inproceedings{zhao2019dynamic" in text
     assert "staleness_max = " in text
+
+
+def test_facts_and_the_table_of_runs(runs: dict[str, list[RunData]]) -> None:
+    other = {"name": "second", "engine": None, "n_servers": 0, "n_workers": 4, "duration_s": 1234.5678}
+    other |= {"updates": 1200, "samples": 4096, "samples_per_s": 3.3178, "time_to_target_s": None}
+    other |= {"final_accuracy": 0.5, "final_loss": 0.25, "wire_bytes": 2_500_000}
+    first, second, third = runs["bsp"]
+    lone = third._replace(path=Path("traces", "x.h5"), summary=third.summary.model_copy(update=other))
+    text = render({"": {"bsp": [second, first], "other": [lone]}})
+    assert re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", text) == [
+        ("runs", "3"),
+        ("variants", "2"),
+        ("seeds", "3"),
+        ("workers", "3 to 4"),
+        ("engine", "virtual time"),
+        ("target", "loss 0.3"),
+        ("audits passed", "3 of 3"),
+    ]
+    assert "<h1>2 jobs</h1>" in text
+    assert "<h1>small</h1>" in render({"": {"bsp": [first, second]}})
+    rows = re.findall(r"<tr><th[^>]*>(.*)</td></tr>", text.partition('id="runs"')[2].partition('id="audit"')[0])
+    cells = [re.split(r"</t[hd]><td>", row) for row in rows]
+    assert [row[:3] for row in cells] == [
+        ["bsp", "1", "finished"],
+        ["bsp", "2", "finished"],
+        ["other", "3", "finished"],
+    ]
+    assert cells[0][3:6] == ["simulator", "1", "3"]
+    assert cells[0][-1] == str(first.path.parent)
+    time_s = ["1,235", "1,200", "4,096", "3.318", "-"]
+    assert cells[2][3:] == ["-", "-", "4", *time_s, "0.5", "0.25", "2.5", "traces/x.h5"]
+
+
+def test_results_of_audits(runs: dict[str, list[RunData]]) -> None:
+    first, second, third = runs["bsp"]
+    failed = second._replace(checks=(Check("a", False, 3, "why"), Check("b", True, 4)))
+    text = render({"": {"bsp": [first, failed, third._replace(checks=None)]}})
+    assert re.findall(r'<summary><span class="(\w+)">([^<]*)</span>', text) == [
+        ("good", f"all {len(first.checks or ())} checks passed"),
+        ("bad", "1 of 2 checks failed"),
+        ("note", "not audited here: hpcsync report --audit audits every run"),
+    ]
+    assert "<dt>audits passed</dt><dd>1 of 2</dd>" in text
+
+
+def test_the_soonest_variants_are_in_figures(runs: dict[str, list[RunData]]) -> None:
+    def in_time(run: RunData, time_s: float | None) -> list[RunData]:
+        return [run._replace(summary=run.summary.model_copy(update={"time_to_target_s": time_s}))]
+
+    many = {f"variant {i}": in_time(runs["bsp"][0], None if i == 3 else 20.0 - i) for i in range(10)}
+    figures = render({"": many}).partition('id="time"')[2].partition('id="waiting"')[0]
+    assert re.findall(r'<p class="panel-name">variant (\d)</p>', figures) == list("12456789")
 
 
 def test_the_same_traces_give_the_same_page(text: str, runs: dict[str, list[RunData]]) -> None:
@@ -358,6 +432,93 @@ def test_both_panels_of_a_learning_curve_have_the_same_y_axis(runs: dict[str, li
     assert len(found[0]) > 2
 
 
+def on_y(drawn: str, *, log: bool) -> Callable[[float], float]:
+    """Return the value at a position on the y axis of a picture, of which all ticks must be right."""
+    ticks = re.findall(r'y="([^"]*)" class="tick" text-anchor="end">([^<]*)<', drawn)
+    at, values = np.array([(float(y) - 4, float(value)) for y, value in ticks]).T
+    values = np.log(values) if log else values
+    line = np.polyfit(at, values, 1)
+    assert len(ticks) > 2
+    assert np.abs(np.polyval(line, at) - values).max() < 0.002 * np.ptp(values)
+    return lambda y: float(np.exp(np.polyval(line, y)) if log else np.polyval(line, y))
+
+
+@pytest.mark.parametrize(
+    ("quantity", "first", "last", "log", "limits"),
+    [
+        ("loss", 2.0, 0.011, True, (0.0055, math.inf)),
+        ("loss", 2.0, 0.11, False, (0.0, math.inf)),
+        ("loss", 2.0, -0.11, False, (-math.inf, math.inf)),
+        ("accuracy", 0.02, 0.9, False, (0.0, 1.0)),
+    ],
+)
+def test_the_y_axis_of_a_learning_curve(
+    runs: dict[str, list[RunData]], quantity: str, first: float, last: float, log: bool, limits: tuple[float, float]
+) -> None:
+    given = []
+    for run, factor in zip(runs["bsp"], (0.1, 0.2, 2.7), strict=True):
+        evaluations = run.evaluations[:20].copy()
+        evaluations["now_s"], evaluations["samples"] = range(20), range(20)
+        means = np.geomspace(first, last, 20) if last > 0 else np.linspace(first, last, 20)
+        evaluations[quantity] = factor * means
+        given.append(run._replace(evaluations=evaluations))
+    figure = curves.learning_curves({"bsp": given}, quantity)
+    assert figure is not None
+    for _, drawn in figure.panels:
+        value = on_y(drawn, log=log)
+        ends = np.array([(float(low), float(high)) for *_, low, high in figure.table.rows]).clip(*limits)
+        assert ends.max() == limits[1] or ends.min() == limits[0] or last < 0, "an interval beyond what is possible"
+        (band,) = re.findall(r'd="([^"]*)Z" class="band', drawn)
+        found = sorted(value(float(y)) for y in re.findall(r"[ML]\S+? ([\d.]+)", band))
+        assert (found[0], found[-1]) == pytest.approx((ends.min(), ends.max()), abs=0.01 * np.ptp(ends))
+        if quantity == "loss":
+            target = re.findall(r"target: loss 0.3</title><line x1=.54. x2=.426. y1=.([^\"]*). y2=.([^\"]*).", drawn)
+            assert [value(float(y)) for y in target[0]] == pytest.approx([0.3, 0.3], rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("n_seeds", "about"),
+    [
+        ((1, 1), ""),
+        ((2, 1), "bands the range of the two"),
+        ((3, 1), "bands the 95 % interval of the mean (Student)"),
+        ((2, 3), "bands the 95 % interval of the mean (Student), with two seeds their range"),
+    ],
+)
+def test_the_note_of_a_learning_curve(runs: dict[str, list[RunData]], n_seeds: tuple[int, int], about: str) -> None:
+    given = {label: each[:n] for (label, each), n in zip(runs.items(), n_seeds, strict=True)}
+    figure = curves.learning_curves(given, "loss")
+    assert figure is not None
+    words = f"Lines are means over the seeds, {about}; a run that has ended keeps its last value. " if about else ""
+    assert figure.note == f"{words}At most 75 evenly spaced points of each line are drawn."
+    bands = [len(re.findall(r'Z" class="band s(\d)', drawn)) for _, drawn in figure.panels]
+    assert bands == [sum(n > 1 for n in n_seeds)] * 2
+    assert figure.legend == [("s0 d0", "bsp"), ("s1 d1", "dssp")]
+
+
+def test_points_of_a_learning_curve(runs: dict[str, list[RunData]]) -> None:
+    evaluations = np.zeros(500, TABLES["evaluations"])
+    evaluations["now_s"], evaluations["samples"] = np.arange(500) / 4, 32 * np.arange(500)
+    evaluations["loss"] = np.linspace(1.0, 0.5, 500)
+    run = runs["bsp"][0]._replace(evaluations=evaluations)
+    for n_lines, n_points in ((1, 75), (20, 8)):
+        figure = curves.learning_curves({f"{i}": [run] for i in range(n_lines)}, "loss")
+        assert figure is not None
+        assert len(figure.table.rows) == 2 * n_lines * n_points
+        assert (figure.table.rows[0][1:4], figure.table.rows[-1][1:4]) == (
+            ("time (s)", "0", "1"),
+            ("samples", "15,968", "0.5"),
+        )
+        for (name, drawn), last in zip(figure.panels, ("124.8 s", "15,968 samples"), strict=True):
+            lines = re.findall(r'd="M([^"]*)" class="line', drawn)
+            assert [line.count("L") for line in lines] == [n_points - 1] * n_lines
+            x, y = lines[0].split("L")[-1].split()
+            assert f'<circle cx="{x}" cy="{y}" r="3" class="dot s0 d0">' in drawn
+            assert f"0: loss 0.5 at {last}</title>" in drawn
+            assert name == f"loss against {'time' if last.endswith(' s') else 'samples'}"
+        assert len(figure.legend) == (n_lines if n_lines > 1 else 0)
+
+
 def test_the_legend_of_times_names_what_a_bar_has(runs: dict[str, list[RunData]]) -> None:
     run = runs["bsp"][0]
     parts_s = np.array([[0, 3, 1, 0, 1e-15], [0, 3, 1, 0, 0], [0, 0, 0, 0, 0]])
@@ -402,8 +563,23 @@ def test_as_many_runs_are_audited_as_the_limit_allows(
     assert all(run.checks for run in run_data.read_all(given, audited=True))
     assert all(run.checks is None for run in run_data.read_all(given, audited=False))
     assert "not audited here: hpcsync report --audit" in render({"": {"dssp": found}})
+    path, summary = given[0]
+    alone = path, summary.model_copy(update={"pushes": None})  # as without servers
+    for limit, is_audited in ((summary.iterations, True), (summary.iterations - 1, False)):
+        monkeypatch.setattr(run_data, "AUDITED_ROWS_OF_A_RUN", limit)
+        assert (next(run_data.read_all([alone])).checks is not None) == is_audited
     for name in ("parts_s", "staleness", "leads"):  # in slices and in memory
         np.testing.assert_array_equal(getattr(found[2], name), getattr(runs["dssp"][2], name))
+
+
+def test_what_is_counted(runs: dict[str, list[RunData]]) -> None:
+    run = runs["dssp"][0]
+    tables = load(run.path).tables
+    applied = tables["pushes"][tables["pushes"]["outcome"] == Outcome.APPLIED]
+    begun = tables["grants"][tables["grants"]["local_steps"] > 0]
+    assert len(applied) < len(tables["pushes"]) and len(begun) < len(tables["grants"])
+    assert run.staleness.tolist() == np.bincount(applied["staleness"]).tolist()
+    assert run.leads.tolist() == np.bincount(begun["gap_iters"]).tolist()
 
 
 def test_decisions_of_a_long_run_are_thinned_for_each_worker() -> None:
