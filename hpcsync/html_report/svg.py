@@ -99,7 +99,7 @@ class Scale(NamedTuple):
                 found = [value for value in found if self.low <= value <= self.high]
                 if len(found) <= MOST_TICKS:
                     break
-            return found
+            return found[:: math.ceil(len(found) / MOST_TICKS) or 1]
         step = _round_step((self.high - self.low) / (MOST_TICKS - 1))
         first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
         return [i * step for i in range(first, last + 1)]

@@ -577,6 +577,7 @@ MISTAKES = {
     "workload.options.sizes=[1, 9223372036854775808]": "workload.options.sizes[] = 9223372036854775808: must be a "
     "whole number of at most 64 bits",
     "workload.batch_size=0": "workload.batch_size = 0: must be at least 1",
+    'workload={name="text",heads=0}': "workload.heads = 0: must be at least 1",
     "optimizer.lr=0": "optimizer.lr = 0: must be greater than 0",
     "optimizer.lr=-1": "optimizer.lr = -1: must be greater than 0",
     "optimizer.lr=nan": "optimizer.lr = NaN: must be a finite number",

@@ -230,6 +230,15 @@ def test_the_soonest_variants_are_in_figures(runs: dict[str, list[RunData]]) -> 
     assert re.findall(r'<p class="panel-name">variant (\d)</p>', figures) == list("12456789")
 
 
+def test_figures_are_of_the_first_conditions(runs: dict[str, list[RunData]]) -> None:
+    for n, n_limited in ((6, 0), (7, 6)):
+        text = render({f"condition {i}": {"dssp": runs["dssp"][:2]} for i in range(n)})
+        assert text.count("Figures of the first 6 of 7 conditions.") == n_limited
+        assert re.findall(r"<h3>condition (\d)", text.partition('id="time"')[2].partition('id="waiting"')[0]) == [
+            *"012345"
+        ]
+
+
 def test_the_same_traces_give_the_same_page(text: str, runs: dict[str, list[RunData]]) -> None:
     assert render({"": runs}) == text
 

@@ -28,6 +28,9 @@ def test_a_logarithmic_scale() -> None:
     assert [scale(value) for value in (0.01, 0.1, 1.0, 100.0)] == pytest.approx([0, 100, 200, 400])
     assert scale.ticks() == pytest.approx([0.01, 0.1, 1, 10, 100])
     assert Scale(0.09, 2.5, 0, 1, log=True).ticks() == pytest.approx([0.1, 0.2, 0.5, 1, 2])
+    assert Scale(5e-10, 2.0, 0, 1, log=True).ticks() == pytest.approx([1e-9, 1e-7, 1e-5, 1e-3, 0.1])
+    assert Scale(2.0, 3.0, 0, 1, log=True).ticks() == pytest.approx([2])
+    assert Scale(2.1, 2.9, 0, 1, log=True).ticks() == []
 
 
 def test_limits_have_a_margin_also_around_one_value() -> None:
