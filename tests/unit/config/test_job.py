@@ -602,6 +602,7 @@ MISTAKES = {
     'paradigm={name="ssp",staleness=-1}': "paradigm.staleness = -1: must be a whole number of at least 0, or inf",
     'paradigm={name="ssp",staleness=1.5}': "paradigm.staleness = 1.5: must be a whole number of at least 0, or inf",
     "paradigm.mode=loose": "paradigm.mode = \"loose\": must be 'bounded' or 'paper'",
+    "checkpoint.seconds=inf": "checkpoint.seconds = inf: must be a finite number",
     "cluster.servers=-1": "cluster.servers = -1: must be at least 0",
     "cluster.servers=0": 'cluster.servers = 0: must be at least 1 with paradigm.name = "dssp"',
     "cluster.workers=0": "cluster.workers = 0: must be at least 1",
@@ -664,7 +665,7 @@ def test_a_run_of_adsp_lasts_until_after_its_first_push(path: Path) -> None:
 def test_required_tables(key: str) -> None:
     table = load_table()
     del table[key]
-    with pytest.raises(JobError, match=f"^{key}: missing; must be "):
+    with pytest.raises(JobError, match=f"^{key}: missing; must be (a table$|letters, digits )"):
         Job.from_table(table)
 
 
