@@ -11,6 +11,7 @@ import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpcsync.config.checkpoint import Checkpoint
 from hpcsync.config.errors import shown
 from hpcsync.config.job import KINDS, Job, JobError, Stop, load, load_begun, of_any_seed, refuse_simulated, remarks
 from hpcsync.config.workloads import Digits, Text
@@ -112,6 +113,12 @@ def test_the_share_that_is_done_is_that_of_the_nearest_limit() -> None:
     assert [stop.share(samples=50, updates=4), stop.share(updates=7, seconds=1.0)] == [0.5, 0.7]
     assert stop.share(samples=101) == 1.0
     assert math.isnan(Stop(target_loss=0.1).share(samples=5))
+
+
+def test_a_checkpoint_is_due_after_some_seconds_or_updates() -> None:
+    both = Checkpoint(seconds=10, updates=5)
+    assert [both.due(9.9, 4), both.due(10, 0), both.due(0, 5)] == [False, True, True]
+    assert not Checkpoint(seconds=0).due(1e9, 10**9)
 
 
 JOBS = Path(__file__).parents[3] / "jobs"
