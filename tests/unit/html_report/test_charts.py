@@ -74,6 +74,11 @@ def test_times_to_the_target() -> None:
     ]
 
 
+def test_a_long_label_is_cut() -> None:
+    assert charts.cut("a" * 54) == "a" * 54
+    assert charts.cut("a" * 55) == f"{'a' * 53}…"
+
+
 def bars(drawn: str) -> list[tuple[str, int, int]]:
     """Return part, begin and end in percent of every bar."""
     x = axis(drawn, "x")
@@ -89,6 +94,7 @@ def test_times_of_workers_and_variants() -> None:
     figure = charts.time_of_workers({"bsp": [one]})
     shares = [("load", 0, 25), ("compute", 25, 75), ("wait", 75, 100), ("between", 0, 100)]
     assert bars(figure.panels[0][1]) == shares
+    assert re.findall(r'"tick" text-anchor="(\w+)"', figure.panels[0][1]) == ["start", *["middle"] * 4, "end"]
     assert [mark["y"] for mark in marks(figure.panels[0][1], "rect", "bar")] == [28, 28, 28, 68]
     assert re.findall(r'class="label">([^<]*)<', figure.panels[0][1]) == [
         "worker 0 on a",
