@@ -358,17 +358,15 @@ def _histogram(
 
 CONTROLLERS = {  # what `chosen` is, by controller
     "dssp": "extra iterations granted",
-    "k": "contributions of an update (k)",
+    "k": "contributions per update (k)",
     "batches": "batch size (samples)",
     "stage": "stage",
     "local-steps": "local steps of a push",
     "ratio": "share of the elements sent",
     "share": "share of the data",
     "commits": "commits per period",
-    "reward": "candidate tried (commits per period)",
+    "reward": "commits per period tried",
     "switch": "samples at the switch",
-    "elapsed": "time set (s)",
-    "evaluated": "loss of an evaluation",
 }
 EVENTS = ("dssp", "reward")  # a choice for once; others hold until the next one
 OF_ALL = ("k", "stage", "commits", "switch", "reward")  # a choice for all workers

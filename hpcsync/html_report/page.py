@@ -289,7 +289,9 @@ def _with_left_out(group: Group, figure: Figure) -> Figure:
     """Return the figure with the number of variants that it leaves out."""
     if len(group.runs) == len(group.shown):
         return figure
-    note = f"The {len(group.shown)} soonest of {len(group.runs)} variants are shown."
+    n = len(group.shown)
+    shown = f"first {n}" if group.result.fastest is None else f"{n} soonest"
+    note = f"The {shown} of {len(group.runs)} variants are shown."
     return figure._replace(note=f"{figure.note} {note}".strip())
 
 

@@ -12,7 +12,7 @@ from hpcsync.report.wording import rounded
 
 WIDTH = 440  # of every panel, in units of its own; the page scales it
 MOST_TICKS = 6  # on a scale
-_LEFT, _RIGHT, _TOP, _BOTTOM = 54, 14, 12, 42
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 14, 12, 42
 
 
 def element(name: str, *children: str | Markup, **attributes: object) -> Markup:

@@ -167,9 +167,13 @@ def test_decisions() -> None:
         names = [name for _, name in figure.legend]
         assert names == ([] if controller == "k" else ["worker 0", "worker 1"])
         assert figure.table.rows[1] == ("2", "1", "4")
-    assert drawn("k").caption == "a: contributions of an update (k), 3 decisions, seed 3"
+    assert drawn("k").caption == "a: contributions per update (k), 3 decisions, seed 3"
     assert drawn("batches", 9, 8).note == "3 evenly spaced of 9 decisions. 2 of 8 workers."
     assert drawn("k", 3, 8).note == ""
+
+
+def test_names_of_axes_fit_beside_them() -> None:
+    assert max(map(len, charts.CONTROLLERS.values())) <= 28  # 170 units, of which a letter has 6
 
 
 def test_the_longer_a_worker_waited_the_darker_is_its_cell() -> None:

@@ -228,6 +228,9 @@ def test_the_soonest_variants_are_in_figures(runs: dict[str, list[RunData]]) -> 
     many = {f"variant {i}": in_time(runs["bsp"][0], None if i == 3 else 20.0 - i) for i in range(10)}
     figures = render({"": many}).partition('id="time"')[2].partition('id="waiting"')[0]
     assert re.findall(r'<p class="panel-name">variant (\d)</p>', figures) == list("12456789")
+    assert "The 8 soonest of 10 variants are shown." in figures
+    none = {label: in_time(run, None) for label, (run,) in many.items()}
+    assert "The first 8 of 10 variants are shown." in render({"": none})
 
 
 def test_figures_are_of_the_first_conditions(runs: dict[str, list[RunData]]) -> None:
@@ -481,7 +484,7 @@ def test_the_y_axis_of_a_learning_curve(
         found = sorted(value(float(y)) for y in re.findall(r"[ML]\S+? ([\d.]+)", band))
         assert (found[0], found[-1]) == pytest.approx((ends.min(), ends.max()), abs=0.01 * np.ptp(ends))
         if quantity == "loss":
-            target = re.findall(r"target: loss 0.3</title><line x1=.54. x2=.426. y1=.([^\"]*). y2=.([^\"]*).", drawn)
+            target = re.findall(r"target: loss 0.3</title><line x1=.64. x2=.426. y1=.([^\"]*). y2=.([^\"]*).", drawn)
             assert [value(float(y)) for y in target[0]] == pytest.approx([0.3, 0.3], rel=0.03)
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 
-from hpcsync.html_report.svg import Scale, element, limits, number, path, short, text
+from hpcsync.html_report.svg import Panel, Scale, element, limits, number, path, short, text
 
 
 @pytest.mark.parametrize(
@@ -31,6 +32,14 @@ def test_a_logarithmic_scale() -> None:
     assert Scale(5e-10, 2.0, 0, 1, log=True).ticks() == pytest.approx([1e-9, 1e-7, 1e-5, 1e-3, 0.1])
     assert Scale(2.0, 3.0, 0, 1, log=True).ticks() == pytest.approx([2])
     assert Scale(2.1, 2.9, 0, 1, log=True).ticks() == []
+
+
+def test_numbers_of_an_axis_end_before_its_name() -> None:
+    drawn = "".join(Panel.of((0.0, 1.0), (0.301, 0.302)).axes("time (s)", "loss"))
+    numbers = re.findall(r'x="([^"]*)" y="[^"]*" class="tick" text-anchor="end">([^<]*)<', drawn)
+    (name,) = re.findall(r'x="([^"]*)"[^>]*rotate', drawn)
+    assert max(len(number) for _, number in numbers) == 6
+    assert min(float(x) - 7 * len(number) for x, number in numbers) >= float(name) + 3
 
 
 def test_limits_have_a_margin_also_around_one_value() -> None:
