@@ -13,6 +13,7 @@ import pytest
 
 from hpcsync.html_report import charts
 from hpcsync.html_report.run_data import Decisions, RunData
+from hpcsync.html_report.svg import WIDTH
 from hpcsync.report.variants import Estimate
 from hpcsync.trace.schema import TABLES
 
@@ -129,6 +130,8 @@ def test_a_histogram_and_its_bound(bound: float, is_drawn: bool) -> None:
     assert (f"the paradigm allows a lead of {bound:g}" in drawn) == is_drawn
     assert figure.table.rows[0] == ("a", "0", "10", "10.00")
     assert figure.note == ""
+    staleness = charts.histograms({"a": [run(staleness=np.array([1, 2]), job=job)]}, "staleness")
+    assert staleness is not None and "bound" not in staleness.panels[0][1]
     assert charts.histograms({"a": [run(leads=np.zeros(0, int))]}, "leads") is None
 
 
@@ -142,6 +145,7 @@ def test_a_histogram_of_many_values() -> None:
     assert len(found) == 24
     assert [x(bar["x"]) for bar in found] == pytest.approx(3.0 * np.arange(24) - 0.45, abs=0.3)
     assert x(found[0]["x"] + found[0]["width"]) == pytest.approx(2.45, abs=0.3)
+    assert WIDTH - 40 < found[-1]["x"] + found[-1]["width"] < WIDTH
     assert [row[1:] for row in figure.table.rows if row[0] == "a"][-1] == ("69 to 71", "1", "1.43")
     assert [row for row in figure.table.rows if row[0] == "b"] == [("b", "0", "1", "100.00")]
 
