@@ -128,11 +128,20 @@ def test_a_histogram_and_its_bound(bound: float, is_drawn: bool) -> None:
     targets = marks(drawn, "line", "target")
     assert [x(line["x1"]) for line in targets] == ([pytest.approx(bound + 0.5, abs=0.05)] if is_drawn else [])
     assert (f"the paradigm allows a lead of {bound:g}" in drawn) == is_drawn
+    assert all(line["x1"] == line["x2"] < WIDTH - 14 for line in targets)
     assert figure.table.rows[0] == ("a", "0", "10", "10.00")
     assert figure.note == ""
     staleness = charts.histograms({"a": [run(staleness=np.array([1, 2]), job=job)]}, "staleness")
     assert staleness is not None and "bound" not in staleness.panels[0][1]
     assert charts.histograms({"a": [run(leads=np.zeros(0, int))]}, "leads") is None
+
+
+def test_histograms_have_one_scale() -> None:
+    figure = charts.histograms({"a": [run(leads=np.ones(3, int))], "b": [run(leads=np.ones(32, int))]}, "leads")
+    assert figure is not None
+    few, many = (marks(drawn, "rect", "fill") for _, drawn in figure.panels)
+    assert [bar["x"] for bar in few] == [bar["x"] for bar in many[:3]]
+    assert figure.note == ""
 
 
 def test_a_histogram_of_many_values() -> None:
