@@ -460,6 +460,7 @@ def on_y(drawn: str, *, log: bool) -> Callable[[float], float]:
     [
         ("loss", 2.0, 0.011, True, (0.0055, math.inf)),
         ("loss", 2.0, 0.11, False, (0.0, math.inf)),
+        ("loss", 2.0, 0.0, False, (0.0, math.inf)),
         ("loss", 2.0, -0.11, False, (-math.inf, math.inf)),
         ("accuracy", 0.02, 0.9, False, (0.0, 1.0)),
     ],
