@@ -124,8 +124,8 @@ class StanzaExchange(Summing):
         for half, where in ((self._layers.below, "below"), (self._layers.above, "above")):
             if not any(p.requires_grad for p in half.parameters()):
                 raise JobError(
-                    f"paradigm.cut = {shown(self._cut)}: a layer {where} the cut must be trained; the script has frozen "
-                    "all of them"
+                    f"paradigm.cut = {shown(self._cut)}: a layer {where} the cut must be trained; the script has "
+                    "frozen all of them"
                 )
 
     # ---- an iteration ----

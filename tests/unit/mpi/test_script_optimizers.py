@@ -725,9 +725,7 @@ def test_dgc_refuses_momentum_that_a_scheduler_sets(comm, only, folder, paradigm
     only(2)
     model = Net().double()
     optimizer, compression = torch.optim.SGD(model.parameters(), lr=0.05), {"name": "dgc", "ratio": 0.1}
-    with hpcsync.connect(
-        model, optimizer, paradigm, compression=compression, out=folder / "run", comm=comm
-    ) as sync:
+    with hpcsync.connect(model, optimizer, paradigm, compression=compression, out=folder / "run", comm=comm) as sync:
         for step, batch in enumerate(sync.shard(data(8 * BATCH), BATCH)):
             loss_of(model, batch).backward()
             if step == 1:
