@@ -371,6 +371,8 @@ def test_losses_that_are_not_finite_are_named(runs: dict[str, list[RunData]]) ->
     text = render({"": {"bsp": runs["bsp"], "dssp": [first._replace(evaluations=evaluations), *others]}})
     assert "A loss that is not finite is not drawn: at the end in 1 of 3 of dssp." in text
     assert "is not finite" not in render({"": runs})
+    evaluations["loss"][-1] = 0.5
+    assert "is not finite" not in render({"": {"dssp": [first._replace(evaluations=evaluations), *others]}})
 
 
 def test_the_figure_of_times_has_arrivals_and_its_note_only_intervals_that_it_shows(
@@ -483,10 +485,14 @@ def test_the_y_axis_of_a_learning_curve(
         assert ends.max() == limits[1] or ends.min() == limits[0] or last < 0, "an interval beyond what is possible"
         (band,) = re.findall(r'd="([^"]*)Z" class="band', drawn)
         found = sorted(value(float(y)) for y in re.findall(r"[ML]\S+? ([\d.]+)", band))
-        assert (found[0], found[-1]) == pytest.approx((ends.min(), ends.max()), abs=0.01 * np.ptp(ends))
+        of_band, of_table = np.array([found[0], found[-1]]), np.array([ends.min(), ends.max()])
+        if log:
+            of_band, of_table = np.log(of_band), np.log(of_table)
+        assert of_band == pytest.approx(of_table, abs=0.01 * np.ptp(of_table))
         if quantity == "loss":
             target = re.findall(r"target: loss 0.3</title><line x1=.64. x2=.426. y1=.([^\"]*). y2=.([^\"]*).", drawn)
             assert [value(float(y)) for y in target[0]] == pytest.approx([0.3, 0.3], rel=0.03)
+            assert 'class="tick">target 0.3<' in drawn
 
 
 @pytest.mark.parametrize(
