@@ -205,6 +205,11 @@ def test_joins_that_cannot_happen_are_refused(events: Any, message: str) -> None
     assert error(*events).startswith(f"cluster.events{message}")
 
 
+def test_another_worker_may_leave_at_an_iteration() -> None:
+    events = [{"worker": 0, "at_iteration": 3, "change": "leave"}, leave(1, 2), join(1, 4)]
+    assert len(cluster(*events).cluster.events) == 3
+
+
 def test_joining_needs_servers() -> None:
     said = r'^cluster.events\[0\].change = "join": must be another with paradigm.name ='
     for paradigm in ({"name": "allreduce"}, {"name": "gossip", "mode": "pull"}, {"name": "local-sgd", "steps": 2}):

@@ -237,6 +237,7 @@ def test_figures_are_of_the_first_conditions(runs: dict[str, list[RunData]]) -> 
     for n, n_limited in ((6, 0), (7, 6)):
         text = render({f"condition {i}": {"dssp": runs["dssp"][:2]} for i in range(n)})
         assert text.count("Figures of the first 6 of 7 conditions.") == n_limited
+        assert "<dt>target</dt>" not in text
         assert re.findall(r"<h3>condition (\d)", text.partition('id="time"')[2].partition('id="waiting"')[0]) == [
             *"012345"
         ]
