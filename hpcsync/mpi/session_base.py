@@ -442,14 +442,17 @@ class RankSession(Session):
         """Print the error and notify rank 0, before the job is ended."""
         error = of_user(self._job, error)
         # A file is missing where rank 0 has failed and deleted the unfinished checkpoint.
-        if isinstance(error, WithoutBatch) or (isinstance(error, NotWritten) and error.errno == errno.ENOENT):
+        of_all = isinstance(error, WithoutBatch | KeyboardInterrupt)  # where a signal is sent to all ranks
+        if of_all or (isinstance(error, NotWritten) and error.errno == errno.ENOENT):
             launch_output.let_rank_0_report(self.rank, self._comm.size)
         if isinstance(error, RankFailed):
             if status_file.final_status(self._checkpoints.folder) is None:  # else rank 0 has said why it ended the run
                 launch_output.print_at_once(f"hpcsync: rank {self.rank} cannot continue: {error}")
         elif isinstance(error, NotWritten | JobError | StateError):
             launch_output.print_at_once(f"hpcsync: rank {self.rank} failed: {error}{below(error)}")
-        elif not isinstance(error, KeyboardInterrupt):
+        elif isinstance(error, KeyboardInterrupt):
+            launch_output.print_at_once(f"hpcsync: rank {self.rank} was interrupted")
+        else:
             trace = "".join(traceback.format_exception(error))
             launch_output.print_at_once(f"hpcsync: rank {self.rank} failed:\n{trace}")
         with contextlib.suppress(RankFailed, MPI.Exception):  # rank 0 itself may have died

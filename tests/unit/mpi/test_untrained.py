@@ -23,7 +23,7 @@ from hpcsync.config.job import Job
 from hpcsync.core.step_problems import NOT_FINITE, WRONG
 from hpcsync.mpi.transport.thread_ranks import run
 from hpcsync.paradigms.records import Problem
-from hpcsync.system import garbage
+from hpcsync.system import garbage, launch_output
 from hpcsync.trace.reader import load
 from hpcsync.workloads.registry import Workload
 from tests.unit.jobs import make_job
@@ -126,6 +126,8 @@ def train(paradigm: dict[str, Any], out: Path, mistake: str) -> None:
                     loss.backward()
                 if mistake != "never a step":
                     sync.step(loss)
+                if mistake == "interrupted" and sync.worker == 1:
+                    raise KeyboardInterrupt
                 if mistake == "later frozen below":
                     model.body.requires_grad_(False)
                 if mistake == "later frozen above":
@@ -236,6 +238,14 @@ def test_a_mistake_of_the_script_ends_the_run(tmp_path, paradigm, mistake, said)
         train(paradigm, tmp_path / "run", mistake)
     assert "\n" not in str(caught.value)
     assert load(tmp_path / "run" / "trace.h5").status == "failed"
+
+
+@pytest.mark.parametrize("name", ["bsp", "allreduce"])
+def test_a_worker_that_alone_is_interrupted_is_named(tmp_path, monkeypatch, capsys, name):
+    monkeypatch.setattr(launch_output, "SAME_ERROR_S", 0.0)  # in which rank 0 would say it
+    with pytest.raises(KeyboardInterrupt):
+        train({"name": name}, tmp_path / "run", "interrupted")
+    assert f"hpcsync: rank {1 + (name == 'bsp')} was interrupted\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("mistake", ["frozen above", "later frozen above", "later frozen below"])
