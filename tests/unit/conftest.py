@@ -1,5 +1,6 @@
 """One thread, as on every rank: the bits of a sum must not depend on how many cores a machine has. And no MPI."""
 
+import functools
 import gc
 import os
 from types import SimpleNamespace
@@ -7,6 +8,7 @@ from types import SimpleNamespace
 import mpi4py
 import pytest
 import torch
+import typer.testing
 
 mpi4py.rc.initialize = False  # unit tests need the names of MPI only; hpcsync/mpi runs on ranks in memory
 
@@ -26,6 +28,14 @@ def _disks_are_not_waited_for():
     """No test can see whether a file has reached the disk; a file that is not open still raises."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda file: os.fstat(file) and None)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _command_lines_are_built_once():
+    """A runner would build all commands from their signatures at every call, which takes as long as many of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.testing, "_get_command", functools.cache(typer.testing._get_command))
         yield
 
 

@@ -19,7 +19,7 @@ import sys
 import tomllib
 from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, fields
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -92,9 +92,14 @@ def words(command: str) -> list[str]:
     return found[: found.index(">")] if ">" in found else found
 
 
+@cache
+def hpcsync() -> Any:
+    return typer.main.get_command(app)
+
+
 def parse(arguments: list[str]) -> dict[str, Any]:
     """The options of a command line. Raises where hpcsync would refuse it."""
-    command: Any = typer.main.get_command(app)
+    command = hpcsync()
     name = "hpcsync"
     while hasattr(command, "commands") and not arguments[0].startswith("-"):
         name, arguments = arguments[0], arguments[1:]
