@@ -24,6 +24,7 @@ import numbers
 import types
 from collections import deque
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
 
 NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}  # floats that JSON does not have, as strings
@@ -147,7 +148,7 @@ def built(kind: Any, value: Any, live: Any = None) -> Any:
     if issubclass(kind, enum.Enum):
         return kind(_checked(value in [member.value for member in kind], kind, value))
     if dataclasses.is_dataclass(kind) or hasattr(kind, "_fields"):
-        hints = get_type_hints(kind)
+        hints = _type_hints(kind)
         _checked(isinstance(value, Mapping), kind, value)
         later = [name for name in getattr(kind, "later_fields", tuple)() if name not in value]
         _must_have(value, hints.keys() - set(later))
@@ -157,6 +158,11 @@ def built(kind: Any, value: Any, live: Any = None) -> Any:
 
         value = numpy.asarray(value)
     return _array_in_place(live, _checked(isinstance(value, kind), kind, value))
+
+
+@cache
+def _type_hints(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind)
 
 
 def restore_arrays(live: Mapping[str, Any], saved: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,11 @@ from hpcsync.training.deferred_dynamo import defer
 ELEMENTWISE: dict[str, type[torch.optim.Optimizer]] = {name: getattr(torch.optim, cls) for name, cls in CLASSES.items()}
 
 FUSED_ON_GPU = ("adam", "adamw", "sgd")  # in every version of torch that offers fused forms
+
+
+@cache
+def _takes_fused(name: str) -> bool:
+    return "fused" in inspect.signature(ELEMENTWISE[name]).parameters
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,7 @@ class OptimizerSpec:
         if self.name not in ELEMENTWISE:
             raise ValueError(f"{self.name!r}: must be one of {', '.join(ELEMENTWISE)}")
         cls = ELEMENTWISE[self.name]
-        has_fused = self.name in FUSED_ON_GPU if parameter.is_cuda else "fused" in inspect.signature(cls).parameters
+        has_fused = self.name in FUSED_ON_GPU if parameter.is_cuda else _takes_fused(self.name)
         form: dict[str, Any] = {"fused": True} if has_fused else {}
         return cls([parameter], lr=self.lr, **self.options, **form)  # type: ignore[call-arg]
 
