@@ -4,7 +4,6 @@ import itertools
 import json
 from types import SimpleNamespace
 
-import matplotlib
 import numpy as np
 import pandas as pd
 import pytest
@@ -308,7 +307,6 @@ def test_the_map_has_every_point_and_what_is_printed_is_judged_at_each_of_the_co
 
 
 def test_the_map_is_drawn_and_continued(tmp_path, monkeypatch):
-    monkeypatch.setitem(matplotlib.rcParams, "savefig.dpi", 50)
     for name, values in (("RATIOS", (1.5, 3.0)), ("JITTERS", (0.005,))):
         monkeypatch.setattr(dssp_map, name, values)
         monkeypatch.setattr(dssp_map, f"COARSE_{name}", values[:1])
@@ -382,7 +380,6 @@ def test_a_run_on_real_ranks_finds_its_folder_empty_after_an_interruption(run, t
 
 
 def test_a_second_call_simulates_nothing_and_says_the_same(tmp_path, monkeypatch):
-    monkeypatch.setitem(matplotlib.rcParams, "savefig.dpi", 50)
     monkeypatch.setattr(tuning, "FACTORS", (1.0,))
     monkeypatch.setattr(tuning, "SEEDS", (1,))
     names = ("BSP", "SSP 3", "DSSP")

@@ -2,7 +2,6 @@
 
 from types import SimpleNamespace
 
-import matplotlib
 import numpy as np
 import pandas as pd
 import pytest
@@ -317,7 +316,6 @@ def test_a_fine_stage_after_the_targets_is_told():
 
 
 def test_a_second_call_simulates_nothing_and_says_the_same(tmp_path, monkeypatch):
-    monkeypatch.setitem(matplotlib.rcParams, "savefig.dpi", 50)
     monkeypatch.setattr(tuning, "FACTORS", (1.0,))
     monkeypatch.setattr(tuning, "SEEDS", (1,))
     monkeypatch.setattr(ashl, "RATED", ("BSP", "local SGD"))

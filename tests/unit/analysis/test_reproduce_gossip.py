@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import matplotlib
 import numpy as np
 import pandas as pd
 import pytest
@@ -121,7 +120,6 @@ def test_who_never_gets_there_is_later_than_who_does_and_sooner_than_nobody():
 
 
 def test_a_second_call_simulates_nothing_and_says_the_same(tmp_path, monkeypatch):
-    monkeypatch.setitem(matplotlib.rcParams, "savefig.dpi", 50)
     monkeypatch.setattr(gossip, "WORKERS", (2,))
     monkeypatch.setattr(gossip, "LIMIT", 2)
     monkeypatch.setattr(gossip, "STEPS", {"large": 0.2, "medium": 0.05})
