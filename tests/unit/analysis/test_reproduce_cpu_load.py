@@ -68,6 +68,7 @@ def test_what_the_machine_has_computed_is_in_seconds():
 
 def test_an_interrupted_recording_is_made_again(tmp_path, monkeypatch):
     monkeypatch.setattr(cpu_load, "DWELL_S", (10.0,))
+    monkeypatch.setattr(cpu_load, "N_ITERATIONS", 60)
     draw = np.random.default_rng(1)
     columns = dict.fromkeys(("speed", "load", "running"), draw.uniform(1.0, 2.0, cpu_load.N_ITERATIONS))
     made = []

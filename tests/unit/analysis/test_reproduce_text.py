@@ -81,7 +81,7 @@ def few(monkeypatch):
 
 
 def test_a_run_is_measured_and_its_final_model_is_tested_once(tmp_path, few):
-    problem = replace(text.PROBLEM, losses=(5.0, 4.5))
+    problem = replace(text.PROBLEM, losses=(5.0, 4.5), evaluations=10)
     job = headline.job(problem, "ASP", 0.125, 7, length=1 / 60)
     simulate_all({"text/tuned/ASP/7": job}, tmp_path, 1, Console(quiet=True), keep_weights=True)
     folder = tmp_path / "text/tuned/ASP/7"
