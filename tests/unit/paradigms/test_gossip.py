@@ -170,6 +170,8 @@ def test_a_ring_turns_one_way_and_the_other():
 
 # ---- contraction ----
 
+UNUSED = OptimizerSpec("sgd", 0.1).on_worker(torch.zeros(1))  # averaging makes no steps
+
 
 def spread(models: torch.Tensor, centre: torch.Tensor) -> float:
     """Return the mean squared distance from the centre of models, shape (p, size)."""
@@ -195,7 +197,7 @@ def pushed(peers: PeerSelection, models: torch.Tensor, round: int) -> torch.Tens
     drawn = [peers.drawn(worker, round) for worker in range(peers.n_workers)]
     for worker in range(peers.n_workers):
         others = [k for k, target in enumerate(drawn) if target == worker != k]
-        peer = Peer(after[worker], OptimizerSpec("sgd", 0.1).on_worker(after[worker]))
+        peer = Peer(after[worker], UNUSED)
         received = Received(models[others].sum(0), len(others), len(others))
         peer.absorb(received, drew_itself=drawn[worker] == worker)
     return after
