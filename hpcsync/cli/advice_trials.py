@@ -257,7 +257,7 @@ class Trials:
 
 
 def simulate_one(job: Job, folder: Path, path: str) -> int:
-    """Simulate a job in a process of its own; what it prints is in the file beside its folder that ends in ``.log``."""
+    """Simulate a job in a process of its own; why it failed is in the file beside its folder that ends in ``.log``."""
     from rich.console import Console
 
     from hpcsync.config.user_code import import_beside

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -47,10 +46,12 @@ def grouped(paths: Iterable[Path]) -> Found:
     found: dict[str, tuple[dict[str, Any], dict[int, Read]]] = {}
     unfinished, older = [], []
     for path in traces(paths):
-        run: Read | None = None
-        with suppress(TraceInUse):  # it is under way
+        try:
             run = read(path)
-        if run is None or run.summary.status != "finished":
+        except TraceInUse:  # it is under way
+            unfinished.append(str(path))
+            continue
+        if run.summary.status != "finished":
             unfinished.append(str(path))
             continue
         keys = {key: text for key, text in _keys(run.job, run.summary.engine) if key != "name"}

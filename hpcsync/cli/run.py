@@ -87,6 +87,7 @@ def run(
                     attempt = _run(path, overrides, left.n_ranks, folder, True, oversubscribe=oversubscribe, log=log)
             except Interrupted as error:
                 print("hpcsync: interrupted", file=sys.stderr)
+                status_file.settle(folder, "interrupted")
                 return TO_BE_RESUMED if isinstance(error, Terminated) else 1
         return attempt.status
 

@@ -289,8 +289,9 @@ class RankSession(Session):
         if self.worker is not None and self._iterations.left_over:
             return None
         optimizer: Any = script.optimizers[index]
-        for group in optimizer.param_groups:  # which a scheduler may have changed
-            refuse_momentum(self._job.compression, group.get("momentum", 0))
+        if "momentum" in optimizer.defaults:
+            for group in optimizer.param_groups:  # which a scheduler may have changed
+                refuse_momentum(self._job.compression, group["momentum"] or 0)
         if closure is not None:
             loss = self._of_closure(closure)
         optimizer._opt_called = True  # what a scheduler looks for

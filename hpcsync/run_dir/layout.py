@@ -20,7 +20,6 @@ from hpcsync.config.job import Job
 from hpcsync.run_dir import checkpoint, lock
 from hpcsync.run_dir.checkpoint import Resumed
 from hpcsync.run_dir.checkpoint_files import apart
-from hpcsync.system import atomic_files
 from hpcsync.system.atomic_files import aside, whole
 from hpcsync.system.standard_output import at_least_80_columns
 
@@ -253,7 +252,8 @@ def create(folder: Path, job: Job, before: Resumed | None = None) -> None:
     with _as_job_error(folder):
         if before is None and (folder / JOB).exists():
             raise _taken(folder, JOB)
-        atomic_files.replace(folder / JOB, job.to_toml())
+        with whole(folder / JOB) as path:
+            path.write_text(job.to_toml(), encoding="utf-8")
 
 
 def withdraw(folder: Path) -> None:

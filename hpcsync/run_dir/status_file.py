@@ -192,8 +192,7 @@ def read(folder: Path) -> Status:
     path = folder / STATUS
     try:
         status = Status.model_validate_json(_content(path))
-        is_late = status.status == "running" and time.time() - status.written_s > LATE_S
-        return _with(status, "finished") if is_late and (folder / SUMMARY).exists() else status
+        return _with(status, "finished") if status.status == "running" and _is_late(folder / SUMMARY) else status
     except FileNotFoundError:
         raise StatusError(f"{path}: no such file: the run has not begun, or wrote none") from None
     except OSError as error:
@@ -227,6 +226,12 @@ def settle(folder: Path, status: str) -> None:
         if last.status == "running":
             final = "finished" if (folder / SUMMARY).exists() else status
             replace(folder / STATUS, _with(last, final).model_dump_json())
+
+
+def _is_late(summary: Path) -> bool:
+    with suppress(FileNotFoundError):
+        return time.time() - summary.stat().st_mtime > LATE_S
+    return False
 
 
 def _with(last: Status, status: str) -> Status:

@@ -89,14 +89,9 @@ def write_job(folder: Path, name: str, workers: int = 3) -> Path:
     return folder
 
 
-def all_train(status: Path) -> bool:
-    """Whether each worker has made an iteration."""
-    return status.exists() and min(json.loads(status.read_text())["workers"]["iteration"]) > 0
-
-
-def kill_one(program: Program, folder: Path, ranks: range, dice: random.Random) -> int:
+def kill_one(program: Program, ranks: range, dice: random.Random) -> int:
     """At a random moment of the run; its rank."""
-    program.wait_for(lambda _: all_train(folder / "out" / "status.json"))
+    program.wait_for(lambda said: " samples/s" in said.out)  # a second after its begin
     time.sleep(dice.uniform(0.1, 1.6))
     rank = dice.choice(ranks)
     program.rank(rank).send_signal(signal.SIGKILL)
@@ -143,7 +138,7 @@ def deadly(argv: list[str], folder: Path, ranks: range, dice: random.Random) -> 
         copy = folder.with_name(f"{folder.name}-{chance}")
         shutil.copytree(folder, copy)
         with started(argv, copy, launcher.environment()) as program:
-            rank = kill_one(program, copy, ranks, dice)
+            rank = kill_one(program, ranks, dice)
         if not faulty_shrink(program.err):
             break
     return Deadly(program, copy, rank)

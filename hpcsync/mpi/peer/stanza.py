@@ -138,7 +138,6 @@ class StanzaExchange(Summing):
                 "because the other group waits for it: gradients cannot accumulate over batches (and on a convolution "
                 "worker the loss is never a number)"
             )
-        self._refuse_frozen()
         self._activations.waited_s = 0.0
         self._computed = 0
         if self._layers.is_fc:
@@ -156,6 +155,7 @@ class StanzaExchange(Summing):
                 "the model: with separated layers a convolution worker has only some of them; call it once for each "
                 "batch of the session's shard, with the batch's first tensor alone, and with gradients enabled"
             )
+        self._refuse_frozen()
         labels = [label.tensor_split(self._pieces) for label in self._batch[1:]]
         for piece, rows in enumerate(inputs[0].tensor_split(self._pieces)):
             self._iterations.resume()
@@ -196,6 +196,7 @@ class StanzaExchange(Summing):
                 "the model: with separated layers call a fully-connected worker's model once for each batch, with the "
                 "batch's first tensor unmodified: preprocessing of samples belongs into the data set or the model"
             )
+        self._refuse_frozen()
         if piece > 0:
             self._activations.wait(piece)
         self._iterations.resume()

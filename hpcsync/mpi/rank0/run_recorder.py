@@ -121,8 +121,9 @@ class RunRecorder(Generic[C]):
         if self._log is not None:
             self._log.add(table, rows)
 
-    def _close(self, status: str) -> None:
-        self._status.close(status)
+    def _close(self, status: str, watched: str | None = None) -> None:
+        """Close the log, and the status that is watched, which is the same unless given."""
+        self._status.close(watched or status)
         if self._log is not None:
             self._log.close(status)
 
@@ -223,8 +224,7 @@ class RunRecorder(Generic[C]):
         with contextlib.suppress(OSError, RuntimeError):
             self.trace.close(status)
         may_restart = self._given.job.cluster.on_death == "restart" and not isinstance(error, Suspended)
-        self._status.close("running" if may_restart else status)  # `hpcsync run` knows whether a death was the cause
-        self._close(status)
+        self._close(status, "running" if may_restart else status)  # `hpcsync run` knows whether a death was the cause
         if isinstance(error, Suspended):
             is_script = isinstance(self._given.job.workload, Script)
             how = unfinished.resumption(self._given.checkpoints.folder, is_script=is_script)

@@ -76,7 +76,7 @@ def test_a_signal_between_two_starts_ends_it(tmp_path, monkeypatch, step, number
     monkeypatch.setattr(cli.allocation, "left", left)
     monkeypatch.setattr(cli, "_run", start)
     assert cli.run(Path("job.toml"), [], 4, None) == expected
-    assert read(FOLDER).status == "failed"
+    assert read(FOLDER).status == "interrupted"
 
 
 @pytest.mark.parametrize("n_left", [4, 3])

@@ -111,6 +111,8 @@ def train(paradigm: dict[str, Any], out: Path, mistake: str) -> None:
             for step, (inputs, targets) in enumerate(sync.shard(data, batch_size=4, epochs=None)):
                 if mistake == "never a step" and step == STEPS:
                     break
+                if mistake.startswith("later frozen") and step == 1:
+                    (model.fc if mistake.endswith("above") else model.body).requires_grad_(False)
                 if mistake == "double" and step == 1:
                     model.double()
                 inputs, targets = inputs.to(model.body.weight.dtype), targets.to(model.body.weight.dtype)
@@ -128,10 +130,6 @@ def train(paradigm: dict[str, Any], out: Path, mistake: str) -> None:
                     sync.step(loss)
                 if mistake == "interrupted" and sync.worker == 1:
                     raise KeyboardInterrupt
-                if mistake == "later frozen below":
-                    model.body.requires_grad_(False)
-                if mistake == "later frozen above":
-                    model.fc.requires_grad_(False)
 
     run(N_RANKS, script)
 

@@ -133,7 +133,7 @@ def test_whoever_inherits_the_file_holds_it(tmp_path, monkeypatch, capsys):
     guard = subprocess.Popen(["sleep", "600"], pass_fds=[held.handle])
     os.close(held.handle)
     held._released.set()
-    monkeypatch.setattr(lock, "CLEARING_S", 0.3)
+    monkeypatch.setattr(lock, "CLEARING_S", 1.0)
     try:
         with pytest.raises(JobError):
             take(tmp_path / lock.NAME, this_process())

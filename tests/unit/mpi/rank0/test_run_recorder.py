@@ -39,6 +39,6 @@ def test_who_watches_waits_where_the_ranks_may_be_started_again(
         _log=None,
         trace=TraceWriter(tmp_path / "trace.h5", recorder.attributes(recorder.job_of("bsp"))),
     )
-    run._close = lambda status: RunRecorder._close(run, status)
+    run._close = lambda *statuses: RunRecorder._close(run, *statuses)
     RunRecorder.fail(run, error)
     assert (load(tmp_path).status, status_file.read(tmp_path).status) == (status, watched)
