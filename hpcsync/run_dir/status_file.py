@@ -21,10 +21,10 @@ from pydantic import ValidationError
 from hpcsync.config.job import Job
 from hpcsync.report import live
 from hpcsync.report.live import Moment, RowTally, Status
+from hpcsync.run_dir import layout
 from hpcsync.system.atomic_files import replace
 
 STATUS = "status.json"
-SUMMARY = "summary.json"  # proves the end of a run, before its last status does
 EVERY_S, SELDOM_S = 1.0, 10.0  # least and largest time between two
 LATE_S = 30.0  # after the summary, without a last status: rank 0 was killed in between, or could not write it
 SHARE = 0.0008  # of a core, which writing them may take: with the first and the last, 0.001 after a minute
@@ -192,7 +192,7 @@ def read(folder: Path) -> Status:
     path = folder / STATUS
     try:
         status = Status.model_validate_json(_content(path))
-        return _with(status, "finished") if status.status == "running" and _is_late(folder / SUMMARY) else status
+        return _with(status, "finished") if status.status == "running" and _is_late(folder / layout.SUMMARY) else status
     except FileNotFoundError:
         raise StatusError(f"{path}: no such file: the run has not begun, or wrote none") from None
     except OSError as error:
@@ -224,7 +224,7 @@ def settle(folder: Path, status: str) -> None:
     with suppress(StatusError, OSError):
         last = read(folder)
         if last.status == "running":
-            final = "finished" if (folder / SUMMARY).exists() else status
+            final = "finished" if (folder / layout.SUMMARY).exists() else status
             replace(folder / STATUS, _with(last, final).model_dump_json())
 
 

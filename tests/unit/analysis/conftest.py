@@ -3,15 +3,6 @@
 import sys
 from pathlib import Path
 
-import pytest
-
-from hpcsync.figures import plotting
+from tests.unit.figures.conftest import _figures_have_few_pixels  # noqa: F401
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "analysis"))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _figures_have_few_pixels():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(plotting.STYLE, "savefig.dpi", 50)
-        yield
