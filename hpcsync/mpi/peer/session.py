@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -316,8 +315,8 @@ class PeerSession(RankSession):
             self._link.step_info(step_info)
         self._layers.compare(self.flat.weights)
         self._link.send_status(messages.StepInfoKind.SETTLED)
-        while not self._exchange.publish(self._machine.serial + 1):
-            time.sleep(1e-3)  # the evaluation is still reading earlier weights
+        # The evaluation may still be reading earlier weights.
+        self._link.backoff.until(lambda: self._exchange.publish(self._machine.serial + 1))
         backoff = Backoff(survivors(self._link.comm)) if self._tolerant else self._link.backoff
         backoff.barrier()
         self._finish_training()

@@ -34,8 +34,8 @@ from mpi4py import MPI
 from hpcsync.mpi.transport.tensor_window import HOST, Transport
 from hpcsync.mpi.transport.window import Freed, Window
 
-ROWS = 4  # one current, one to fill, two for slow readers
-UNREAD_ROWS = 3  # if ranks do not read each other: one current, one to fill, one for the evaluation
+ROWS = 3  # one current, one to fill, one for slow readers
+UNREAD_ROWS = 2  # if ranks do not read each other: one current, one to fill; the evaluation may still read it
 CURRENT = 0  # index of the word
 
 
@@ -57,8 +57,8 @@ class PublishedReplica(Freed):
     extra
         Elements published with each replica, which only some readers want; as many on every rank.
     peers_read
-        Whether ranks read each other's replicas. If only one reader reads at a time, a row is always free for a
-        publication.
+        Whether ranks read each other's replicas. Otherwise one reader reads at a time, and a publication is refused
+        only while that still reads the one before the current one.
 
     Attributes
     ----------
@@ -82,7 +82,7 @@ class PublishedReplica(Freed):
         peers_read: bool = True,
     ) -> None:
         self._rank, self._n_ranks = comm.rank, comm.size
-        self._sizes, self._n_rows = comm.allgather(size), min(comm.size + 2, ROWS if peers_read else UNREAD_ROWS)
+        self._sizes, self._n_rows = comm.allgather(size), ROWS if peers_read else UNREAD_ROWS
         self._size, self._extra = size, extra
         self._length = size + extra + 1  # of a row; the weight comes last
         self._rows = transport.window(comm, self._n_rows * self._length, dtype)
