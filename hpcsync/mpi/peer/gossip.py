@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hpcsync.mpi.peer.exchange import Exchange, Setup
-from hpcsync.mpi.transport.push_inbox import PushInbox
+from hpcsync.mpi.transport.push_inbox import NODE_SLOTS, SLOTS, PushInbox
 from hpcsync.state import built, plain
 from hpcsync.trace.schema import Phase
 from hpcsync.training.local_update import Received
@@ -40,9 +40,11 @@ class Pushing(Exchange):
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
         link, flat = setup.link, setup.flat
+        # A death while a worker adds to a slot ends the run: the more slots, the fewer adds.
+        few = link.backoff.one_node and setup.job.cluster.on_death != "continue"
         self._inbox = PushInbox(
             link.comm, flat.size, flat.weights.dtype, link.transport,
-            backoff=link.own_backoff(), poll=self._learn_of_deaths,
+            backoff=link.own_backoff(), poll=self._learn_of_deaths, n_slots=NODE_SLOTS if few else SLOTS,
         )  # fmt: skip
 
     def _absorbed(self) -> None:

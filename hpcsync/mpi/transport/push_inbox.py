@@ -35,7 +35,8 @@ from hpcsync.mpi.transport.ulfm import RankFailed
 from hpcsync.mpi.transport.window import PIECE_BYTES, Freed, Window
 from hpcsync.training.local_update import Received
 
-SLOTS = 4  # with fewer of them more vectors are added to others, which takes twice as long as a put
+SLOTS = 4  # with fewer of them more vectors are added to others, which takes twice as long as a put between hosts
+NODE_SLOTS = 2  # on one node, where it does not
 EMPTY = 0  # a state
 STATE, COUNT = 0, SLOTS  # indices of the words of slot 0
 BLOCK_BYTES = 8 * PIECE_BYTES  # of a vector that is added to a slot: one is on its way there, the next on its way here
@@ -68,6 +69,8 @@ class PushInbox(Freed):
         Waiting for a slot.
     poll
         Called while waiting for a slot; it may call `forget`.
+    n_slots
+        Number of slots, at most `SLOTS`; the same on all ranks.
     """
 
     def __init__(
@@ -79,11 +82,13 @@ class PushInbox(Freed):
         *,
         backoff: Backoff | None = None,
         poll: Callable[[], None] = lambda: None,
+        n_slots: int = SLOTS,
     ) -> None:
         self._rank, self._n_ranks, self._size = comm.rank, comm.size, size
+        self._n_slots = n_slots
         self._dtype, self._device = dtype, transport.device
         self._backoff, self._poll = backoff or Backoff(comm, passive=transport.passive), poll
-        self._rows = transport.window(comm, (SLOTS if comm.size > 1 else 0) * size, dtype)
+        self._rows = transport.window(comm, (n_slots if comm.size > 1 else 0) * size, dtype)
         self._words = Window(comm, 2 * SLOTS, np.int64)
         self._dead: set[int] = set()
         self._in_use: int | None = None  # slot whose memory holds what was collected last
@@ -125,8 +130,8 @@ class PushInbox(Freed):
 
     def _claim(self, peer: int) -> _Claimed | None:
         """Claim a slot of the peer; return None if all are held, or `GONE` if the peer has died meanwhile."""
-        found = [EMPTY] * SLOTS
-        for slot in range(SLOTS):
+        found = [EMPTY] * self._n_slots
+        for slot in range(self._n_slots):
             for unused in (EMPTY, *map(self._filling, self._dead)):
                 found[slot] = self._swap(peer, slot, unused, self._filling(self._rank))
                 if found[slot] == unused:
@@ -178,7 +183,7 @@ class PushInbox(Freed):
         self.release()
         received, self._kept = self._kept, None
         self._words.sync()
-        for slot, state in enumerate(self._words.local[:SLOTS].tolist()):  # as last seen; a swap decides
+        for slot, state in enumerate(self._words.local[: self._n_slots].tolist()):  # as last seen; a swap decides
             if not self._take(slot, state):
                 continue
             begin, end = slot * self._size, (slot + 1) * self._size

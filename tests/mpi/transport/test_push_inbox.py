@@ -10,7 +10,7 @@ import torch
 from mpi4py import MPI
 
 from hpcsync.mpi.transport import push_inbox
-from hpcsync.mpi.transport.push_inbox import EMPTY, GONE, SLOTS, PushInbox
+from hpcsync.mpi.transport.push_inbox import EMPTY, GONE, NODE_SLOTS, SLOTS, PushInbox
 from hpcsync.mpi.transport.tensor_window import HOST
 from hpcsync.mpi.transport.ulfm import RankFailed
 
@@ -43,12 +43,12 @@ def other(comm, generator) -> int:
     return int((comm.rank + 1 + generator.integers(comm.size - 1)) % comm.size)
 
 
-def exchange(comm, size: int, transport=HOST, *, compute) -> tuple[bool, int, int]:
+def exchange(comm, size: int, transport=HOST, *, n_slots: int = SLOTS, compute) -> tuple[bool, int, int]:
     """Return (whether none is lost or counted twice, vectors sent, collections) of random pushes in all directions."""
     generator = np.random.default_rng(comm.rank)
     received, n_collections = Received(size), 0
     sent, counts, weights = np.zeros((comm.size, size)), np.zeros(comm.size), np.zeros(comm.size)
-    with PushInbox(comm, size, torch.float64, transport) as inbox:
+    with PushInbox(comm, size, torch.float64, transport, n_slots=n_slots) as inbox:
         end_s = time.monotonic() + BUSY_S
         while time.monotonic() < end_s:
             for _ in range(generator.integers(4)):
@@ -73,10 +73,10 @@ def exchange(comm, size: int, transport=HOST, *, compute) -> tuple[bool, int, in
     return comm.allreduce(kept, MPI.LAND), int(counts.sum()), comm.allreduce(n_collections)
 
 
-@pytest.mark.parametrize("size", [1, SIZE])
-def test_nothing_is_lost_and_nothing_is_counted_twice(comm, needs, size, transport):
+@pytest.mark.parametrize(("size", "n_slots"), [(1, NODE_SLOTS), (SIZE, NODE_SLOTS), (SIZE, SLOTS)])
+def test_nothing_is_lost_and_nothing_is_counted_twice(comm, needs, size, n_slots, transport):
     needs(2)
-    kept, sent, taken = exchange(comm, size, transport, compute=lambda: None)
+    kept, sent, taken = exchange(comm, size, transport, n_slots=n_slots, compute=lambda: None)
     if comm.rank == 0:
         print(f"{sent} vectors of {size} in {taken} collections")
     assert kept and sent > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,24 @@ from safetensors.torch import load_file
 import hpcsync
 from hpcsync.config.job import Job
 from hpcsync.core.peer_coordinator import BatchDivision
+from hpcsync.core.peer_machine import create_method
 from hpcsync.mpi.collectives import allreduce, bucket_reducer
 from hpcsync.mpi.collectives.allreduce import MpiMean, RingMean, mean_vector
+from hpcsync.mpi.collectives.model_parts import Layers
 from hpcsync.mpi.peer import session
+from hpcsync.mpi.peer.channel import PeerChannel
+from hpcsync.mpi.peer.exchange import Setup
+from hpcsync.mpi.peer.gossip import Pushing
 from hpcsync.mpi.rank0.run_recorder import RunRecorder
+from hpcsync.mpi.transport import shm_budget
 from hpcsync.mpi.transport.backoff import Backoff
 from hpcsync.paradigms.records import ALL_PEERS, NO_PEER
 from hpcsync.planning.batch_allocation import Estimate
 from hpcsync.simulator import sync_peers
 from hpcsync.simulator.simulate import simulate
 from hpcsync.trace.reader import load
+from hpcsync.training.flat_model import FlatModel
+from hpcsync.training.optimizers import OptimizerSpec
 from tests.mpi.training import alone, failures, on_some, one_process
 from tests.plain import on_samples, whole_batches
 
@@ -61,6 +70,65 @@ def job(paradigm: dict[str, Any], workers: int, **tables: dict[str, Any]) -> Job
         "cluster": {"workers": workers},
     }
     return Job.from_table({**table, **tables})
+
+
+# ---- memory that ranks share ----
+
+COPIES = {
+    "allreduce": {2 + 1},  # rows that the evaluation reads, and the gradient
+    "local-sgd": {2 + 1},  # and what is averaged
+    "permutation": {2 + 1},  # and a peer's model
+    "pull": {3},
+    "push-sum": {2 + 2},  # and slots
+    "push": {2 + 2},
+    "ad-psgd": {2, 2 + 2},  # and a pair of rows on workers that share theirs
+}
+
+
+@pytest.fixture
+def window_bytes(monkeypatch) -> Counter[int]:
+    """Bytes of all windows that a rank has created, by rank."""
+    found: Counter[int] = Counter()
+    take = shm_budget.take
+
+    def counting(among: Any, n_bytes: int) -> int:
+        found[among.rank] += n_bytes
+        return take(among, n_bytes)
+
+    monkeypatch.setattr(shm_budget, "take", counting)
+    return found
+
+
+N_FEATURES = 20_000  # with which the windows of words count for nothing
+LARGE = {"workload": {"name": "linear", "batch_size": 2, "features": N_FEATURES, "samples": 20}, "stop": {"updates": 4}}
+
+
+def copies(comm, window_bytes: Counter[int]) -> set[int]:
+    comm.Barrier()
+    return {round(window_bytes[rank] / (8 * N_FEATURES)) for rank in range(comm.size)}
+
+
+@pytest.mark.parametrize("paradigm", COPIES)
+def test_windows_hold_so_many_copies_of_the_model(comm, needs, folder, window_bytes, paradigm):
+    needs(2)
+    on_some(comm, job(PARADIGMS[paradigm], comm.size, **LARGE), folder)
+    assert copies(comm, window_bytes) == COPIES[paradigm]
+
+
+@pytest.mark.parametrize(
+    ("one_node", "on_death", "n_slots"), [(True, "end", 2), (True, "continue", 4), (False, "end", 4)]
+)
+def test_an_inbox_has_more_slots_where_adding_costs_more(comm, needs, window_bytes, one_node, on_death, n_slots):
+    needs(2)
+    this = job(PARADIGMS["push"], comm.size, cluster={"workers": comm.size, "on_death": on_death}, **LARGE)
+    model = torch.nn.Linear(N_FEATURES, 1, dtype=torch.float64)
+    link, flat = PeerChannel(comm, 1, torch.float64), FlatModel(model)
+    link.backoff.one_node = one_node
+    optimizer, layers = OptimizerSpec.of_job(this), Layers(comm, model)
+    inbox = Pushing(Setup(this, create_method(this), link, flat, optimizer, layers))
+    assert copies(comm, window_bytes) == {n_slots}
+    inbox.free()
+    link.free()
 
 
 # ---- numbers, in float64 ----

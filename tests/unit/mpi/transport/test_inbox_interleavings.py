@@ -18,6 +18,7 @@ from tests.unit.mpi.transport.interleaving import Call, FakeBackoff, FakeTranspo
 MOST_STEPS = 150  # of one push or collection
 STEPS = st.sampled_from([1, 1, 2, 3, 5, 8, 30])
 SIZE = 3
+N_SLOTS = 2  # which are soon full
 
 
 class Senders(RuleBasedStateMachine):
@@ -45,7 +46,9 @@ class Senders(RuleBasedStateMachine):
         self.latest: tuple[Received, list[float]] | None = None  # what was collected last, with its sum
         for rank, comm in enumerate(self.memory.comms):
             self.inboxes.append(
-                self.inbox_class(comm, SIZE, torch.float64, FakeTransport(), poll=lambda rank=rank: self.learn(rank))
+                self.inbox_class(
+                    comm, SIZE, torch.float64, FakeTransport(), poll=lambda rank=rank: self.learn(rank), n_slots=N_SLOTS
+                )
             )
 
     def learn(self, rank: int) -> None:
@@ -147,7 +150,7 @@ class Senders(RuleBasedStateMachine):
     @rule(number=st.integers(0, 4))
     def dies(self, number: int) -> None:
         """A push that is not complete then counts as a whole or not at all."""
-        held = -1 - self.memory.public[1][0][: push_inbox.SLOTS]
+        held = -1 - self.memory.public[1][0][:N_SLOTS]
         adding = [rank for rank in self.senders if rank + len(self.inboxes) in held]
         likely = adding or [rank for rank in self.senders if rank in self.calls] or self.senders
         rank = likely[number % len(likely)]
@@ -193,8 +196,6 @@ def _fake_windows(monkeypatch):
     monkeypatch.setattr(push_inbox, "Window", FakeWindow)
     monkeypatch.setattr(push_inbox, "Backoff", FakeBackoff)
     monkeypatch.setattr(push_inbox, "BLOCK_BYTES", 8)
-    monkeypatch.setattr(push_inbox, "SLOTS", 2)  # which are soon full
-    monkeypatch.setattr(push_inbox, "COUNT", 2)
 
 
 def test_every_push_is_collected_once_in_every_order_of_operations():
