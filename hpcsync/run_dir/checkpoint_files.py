@@ -26,12 +26,13 @@ if TYPE_CHECKING:
     import torch
 
 FORMAT = "hpcsync checkpoint"
-FORMAT_VERSION = 7  # raise it with every change of what a checkpoint holds: tests/unit/run_dir/checkpoint_format.txt
+FORMAT_VERSION = 8  # raise it with every change of what a checkpoint holds: tests/unit/run_dir/checkpoint_format.txt
 # Fields that version 3 lacks have their defaults (`later_fields` of their records); 3 and 4 hold all workers' slots.
 # Up to 5 they hold the numbers of a script's optimizers, and not the step that it was to make.
 # Up to 6 they hold the sum of the batches that a worker has used, and not those and the epochs of each of its loaders;
 # and nothing that the steps of a script's optimizers have changed in their groups.
-READABLE_VERSIONS = (3, 4, 5, 6, 7)
+# Up to 7 they hold the initial weights under local SGD, too, which has no use for them.
+READABLE_VERSIONS = (3, 4, 5, 6, 7, 8)
 
 MANIFEST = "manifest.json"
 ARRAY = "$array"

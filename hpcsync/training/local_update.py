@@ -194,21 +194,22 @@ class Outer(Stateful):
     The outer gradient is the previous weights minus the mean (DiLoCo, Douillard et al. 2023).
     """
 
-    state_types = {"_weights": torch.Tensor, "_optimizer_state": OptimizerState | None}
+    state_types = {"_weights": torch.Tensor | None, "_optimizer_state": OptimizerState | None}
 
     def __init__(self, weights: torch.Tensor, **options: Any) -> None:
-        self._parameter = torch.nn.Parameter(weights.clone())
-        self._weights = self._parameter.data  # in the same memory
-        self._optimizer = self._optimizer_state = None
+        self._weights = self._optimizer = self._optimizer_state = None
         if options:
+            self._parameter = torch.nn.Parameter(weights.clone())
+            self._weights = self._parameter.data  # in the same memory
             self._optimizer = OptimizerSpec("sgd", options.pop("lr"), options).build(self._parameter)
             self._optimizer_state = OptimizerState(self._optimizer)
 
     def step(self, mean: torch.Tensor) -> None:
         """Replace the mean, shape (size,), in place by the next weights of all workers."""
         if self._optimizer is not None:
-            self._parameter.grad = self._parameter.data - mean
+            self._parameter.grad = torch.sub(self._parameter.data, mean, out=mean)
             self._optimizer.step()
+            self._parameter.grad = None
             mean.copy_(self._parameter.data)
 
 

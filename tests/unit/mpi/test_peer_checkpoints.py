@@ -64,6 +64,7 @@ EXACT: dict[str, tuple[dict[str, Any], Any, dict[str, Any]]] = {
     "allreduce": (ALLREDUCE, NESTEROV, {}),
     "allreduce-top-k": (ALLREDUCE, SGD, {"compression": TOP_K}),
     "allreduce-powersgd": (ALLREDUCE, SGD, {"compression": {"name": "powersgd", "rank": 1}, "workload": NETWORK}),
+    "local-sgd": ({"name": "local-sgd", "steps": 3}, NESTEROV, {}),
     "diloco": (DILOCO, NESTEROV, {}),
     "permutation": (PERMUTATION, NESTEROV, {}),
     "push-sum-together": ({"name": "gossip", "mode": "push-sum", "synchronous": True}, NESTEROV, {}),

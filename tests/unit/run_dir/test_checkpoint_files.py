@@ -148,7 +148,7 @@ def a_pickle(path: Path) -> bytes:
         ("run.json", lambda data: b"", r"must have \d+ bytes, as the manifest says; it has 0"),
         ("run.json", None, "missing"),
         ("worker-0.safetensors", None, "missing"),
-        (MANIFEST, None, "missing, so this is no checkpoint of format version 7"),
+        (MANIFEST, None, "missing, so this is no checkpoint of format version 8"),
         (MANIFEST, lambda data: data[:-9], "no JSON: .*"),
         (MANIFEST, lambda data: b"\xff", "no JSON: .*"),
         (MANIFEST, lambda data: b"[" * 100_000, "no JSON: .*"),
@@ -156,8 +156,8 @@ def a_pickle(path: Path) -> bytes:
         (MANIFEST, lambda data: b'{"format": "other"}', 'must have the format "hpcsync checkpoint"'),
         (
             MANIFEST,
-            lambda data: data.replace(b'"version": 7', b'"version": 8'),
-            "version 8 of the format; this .* 3, 4, 5, 6, 7",
+            lambda data: data.replace(b'"version": 8', b'"version": 9'),
+            "version 9 of the format; this .* 3, 4, 5, 6, 7, 8",
         ),
         (MANIFEST, lambda data: data.replace(b'"size"', b'"sizes"', 1), r"files\.[a-z0-9.-]+\.size: must be given"),
     ],
@@ -183,7 +183,7 @@ def test_a_checkpoint_of_earlier_releases_is_refused(tmp_path):
     folder = tmp_path / "checkpoints" / "4"
     folder.mkdir(parents=True)
     torch.save({"hpcsync_version": "0.1", "job": ""}, folder / "run.pt")
-    line = r"^--resume: \S+/checkpoints/4/manifest.json: missing, so this is no checkpoint of format version 7$"
+    line = r"^--resume: \S+/checkpoints/4/manifest.json: missing, so this is no checkpoint of format version 8$"
     with pytest.raises(JobError, match=line):
         checkpoint.resumed(tmp_path)
 

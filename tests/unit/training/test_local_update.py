@@ -257,6 +257,8 @@ def test_local_sgd_takes_the_mean_itself():
         before = mean.clone()
         outer.step(mean)
         assert torch.equal(mean, before)
+    assert outer.state() == {"weights": None, "optimizer_state": None}
+    outer.restore({"weights": vectors(1)[0], "optimizer_state": None})  # of a checkpoint up to format 7
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
@@ -273,6 +275,7 @@ def test_an_outer_step_is_torchs(lr, momentum, nesterov):
         outer.step(mean)
         np.testing.assert_allclose(numbers(mean), theta, rtol=1e-12)
     assert torch.equal(start, vectors(1)[0])  # the weights that it was made from are not its own
+    assert outer._parameter.grad is None  # so it holds weights and momentum only
 
 
 def test_an_outer_step_leads_towards_the_mean():
