@@ -229,7 +229,7 @@ class Session(ABC):
         self._refuse_outside()
         asked = Asked(dataset, batch_size, epochs, sharded, accumulate)
         self._count_loops_after_end()
-        batches = Batches(iter(()), lambda: len(self._batches(asked))) if self._is_over else self._batches(asked)
+        batches = Batches(iter(()), lambda: len(self._batches(asked))) if self.stopped else self._batches(asked)
         batches.again = lambda: self._again(asked)
         return batches
 
@@ -241,22 +241,17 @@ class Session(ABC):
 
     def _count_loops_after_end(self) -> None:
         """Raise RunIsOver where a script, such as a generator that begins again and again, would loop for ever."""
-        if self._is_over:
+        if self.stopped:
             self._n_after_end += 1
             if self._n_after_end > LOOPS_AFTER_END:
                 raise RunIsOver("sync.shard has no more batches: the run is over")
-
-    @property
-    def _is_over(self) -> bool:
-        """True once the run is over for this process."""
-        return self.stopped
 
     def _ends_with(self, error: BaseException | None) -> bool:
         """Return whether an exception only says that the script has asked for a batch after the end of the run.
 
         What follows in the block is not executed, so worker 0 says where it ended.
         """
-        if not (self._is_over and isinstance(error, StopIteration | RunIsOver)):
+        if not (self.stopped and isinstance(error, StopIteration | RunIsOver)):
             return False
         if self.worker == 0 and error.__traceback__ is not None:
             where = error.__traceback__

@@ -132,7 +132,6 @@ class FollowerSession(LinkedSession):
         )
         if state is not None:
             self._link.buffers.restore(state["buffers"])
-        self._has_served = False
 
     def _on_shard(self, weights: torch.nn.Parameter) -> ServerOptimizer:
         """Return the optimizer of the row of weights that begins with this server's shard."""
@@ -147,22 +146,18 @@ class FollowerSession(LinkedSession):
         loading.refuse(asked.dataset, asked.batch_size, sharded=asked.sharded)
         if not self._shard.finished:
             self._serve()
-        self._has_served = True
+        self.stopped = True
         return Batches(iter(()), lambda: 0)
 
     def _step(self, loss: torch.Tensor | float | None) -> None:
         """Raise WithoutBatch: a server does not train."""
         raise WithoutBatch
 
-    @property
-    def _is_over(self) -> bool:
-        return self._has_served
-
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
-        if self._has_served and error is not None:
+        if self.stopped and error is not None:
             _add_note(self.rank, error)
         ends = super().__exit__(kind, error, trace)
-        if self._has_served and (error is None or ends):
+        if self.stopped and (error is None or ends):
             sys.excepthook = partial(_excepthook, self.rank, sys.excepthook)
         return ends
 

@@ -61,7 +61,7 @@ def run(
         }
     )
     session = resume_run(comm, job, folder) if resume else train(comm, job, folder)
-    assert session.stopped or session.worker is None
+    assert session.stopped
     weights = comm.allgather(session.flat.weights.numpy())
     assert all((other == weights[0]).all() for other in weights)
     assert [found for found in audit(folder / "trace.h5") if not found.passed] == []
