@@ -50,7 +50,7 @@ class Assignments(Stateful):
         self._step_samples = step_samples
         self._next_sample = 0
         self._last_step_samples: dict[int, int] = {}  # samples of each worker's last local step
-        self.first = [self._first(grant) for grant in first]
+        self.first = [self.next(grant, 0) for grant in first]
 
     def pushed(self, worker: int, batch_size: int, local_steps: int) -> None:
         """Record the samples and local steps of this worker's push."""
@@ -58,28 +58,17 @@ class Assignments(Stateful):
 
     def next(self, grant: Grant, version: int) -> Grant:
         """Return this grant with the version of the weights, its samples and local steps."""
-        if self.allocator is not None:
-            return self._allocated(grant, version, *self.allocator.allocate_next(grant.worker))
-        return self._equal(grant, version)
-
-    def _first(self, grant: Grant) -> Grant:
-        if self.allocator is not None:
-            return self._allocated(grant, 0, *self.allocator.first(grant.worker))
-        return self._equal(grant, 0)
-
-    def _allocated(self, grant: Grant, version: int, first_sample: int, batch_size: int) -> Grant:
-        samples = {"first_sample": first_sample, "batch_size": batch_size, "local_steps": self._local_steps}
-        return grant._replace(version=version, **samples)
-
-    def _equal(self, grant: Grant, version: int) -> Grant:
         worker, iteration, _, gap_iters, credits, held_s, _, _, local_steps, commit_s, ratio = grant
-        first_sample = -1
         if local_steps == OF_THE_JOB:
             local_steps = self._local_steps
-        n_samples = self._last_step_samples.get(worker, self._step_samples or 0) * max(1, local_steps)
-        if self._step_samples is not None:
-            first_sample = self._next_sample
-            self._next_sample += n_samples
+        if self.allocator is not None:
+            first_sample, n_samples = self.allocator.allocate_next(worker)
+        else:
+            first_sample = -1
+            n_samples = self._last_step_samples.get(worker, self._step_samples or 0) * max(1, local_steps)
+            if self._step_samples is not None:
+                first_sample = self._next_sample
+                self._next_sample += n_samples
         samples = first_sample, n_samples, local_steps
         return Grant(worker, iteration, version, gap_iters, credits, held_s, *samples, commit_s, ratio)
 

@@ -141,7 +141,7 @@ class BatchDivision(Stateful):
         self._allocator = allocator
         self._active = [worker for worker, size in enumerate(allocator.sizes) if size]
         self._total = sum(allocator.sizes)
-        self._work = {worker: allocator.first(worker) for worker in self._active}
+        self._work = {worker: allocator.allocate_next(worker) for worker in self._active}
         self._iterations = 0
 
     def work(self, worker: int) -> tuple[int, int]:

@@ -231,7 +231,6 @@ class Allocator(Stateful):
         self._pushes = 0  # since the last allocation was due
         self.sizes = self._chosen(None)
         self._cursor = 0  # samples allocated
-        self._first = [self.allocate_next(worker) for worker in self._active]
 
     def check(self) -> None:
         """Assert the invariants: the total, the limits, and size 0 for workers that have left."""
@@ -243,10 +242,6 @@ class Allocator(Stateful):
             f"sizes {self.sizes} exceed the maxima"
         )
         assert sum(active) == sum(self.sizes), f"sizes {self.sizes} are not 0 outside of {self._active}"
-
-    def first(self, worker: int) -> tuple[int, int]:
-        """Return (first_sample, n_samples) of the worker's first push."""
-        return self._first[worker]
 
     def allocate_next(self, worker: int) -> tuple[int, int]:
         """Return (first_sample, n_samples) of the worker's next push."""

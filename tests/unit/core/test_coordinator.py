@@ -49,7 +49,7 @@ class Run:
             lr=lr,
             stop=Stop(**(stop or {})),
             batch_total=batch_total,
-            assignments=Assignments(allocator=allocator),
+            assignments=Assignments(map(paradigm.first, range(n_workers)), allocator=allocator),
         )
         self.granted = dict.fromkeys(range(n_workers), (1, 0))  # computing workers: iteration, version read
         self.stopped = set()

@@ -323,7 +323,7 @@ def by_number(allocation, counts, worker):
 def assert_pieces_fit(events, by_number=None):
     """Allocated ranges are disjoint and leave no gap, whatever happens."""
     allocation, counts = batches(3, 10, interval=1, gain_min=0.0), [0, 0, 0]
-    pieces, active = [allocation.first(worker) for worker in range(3)], {0, 1, 2}
+    pieces, active = [allocation.allocate_next(worker) for worker in range(3)], {0, 1, 2}
     for worker, sample_s, leaves in events:
         if worker not in active:
             if leaves:
@@ -363,6 +363,6 @@ def test_samples_by_number_of_the_iteration_would_not_fit():
 
 def test_several_local_steps_are_handed_out_at_once():
     allocation = batches(2, 10, local_steps=3)
-    assert [allocation.first(0), allocation.first(1)] == [(0, 15), (15, 15)]
+    assert [allocation.allocate_next(0), allocation.allocate_next(1)] == [(0, 15), (15, 15)]
     assert [allocation.allocate_next(1), allocation.allocate_next(0)] == [(30, 15), (45, 15)]
     assert [allocation.sizes, allocation.total] == [[5, 5], 10]
