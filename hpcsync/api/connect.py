@@ -18,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from hpcsync.api.single_process import LocalSession
 from hpcsync.api.user_errors import print_user_errors_in_one_line
 from hpcsync.config.errors import JobError, refuse_empty
-from hpcsync.config.job import Job, default_servers, refuse_unevaluated, refuse_unused
+from hpcsync.config.job import Job, refuse_unevaluated, refuse_unused
+from hpcsync.config.overrides import default_servers
 from hpcsync.core.job_validation import IN_DDP, check_model
 from hpcsync.core.roles import Roles
 from hpcsync.core.session import Session

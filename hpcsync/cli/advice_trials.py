@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 from hpcsync.cli import finished_runs
 from hpcsync.cli.advice_candidates import Trained, described, stem
 from hpcsync.config.errors import JobError
-from hpcsync.config.job import Job, default_servers, drop_excluded
+from hpcsync.config.job import Job
+from hpcsync.config.overrides import default_servers, drop_excluded
 from hpcsync.config.paradigms import kind_of
 from hpcsync.report.wording import plural
 from hpcsync.system.atomic_files import naming, whole

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hpcsync.cli import grid
 from hpcsync.config import job as jobs
 from hpcsync.config.errors import JobError
+from hpcsync.config.overrides import default_servers
 from hpcsync.system.atomic_files import below, is_folder
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def _keys(job: jobs.Job, engine: str | None) -> Iterable[tuple[str, str]]:
     This is a number of servers that is the default, and a prediction.
     """
     table = jobs.of_any_seed(job)
-    if table["cluster"].get("servers") == jobs.default_servers(table["paradigm"]):
+    if table["cluster"].get("servers") == default_servers(table["paradigm"]):
         del table["cluster"]["servers"]
     return [*_flat(table), ("engine", str(engine))]
 
@@ -126,7 +127,7 @@ def _named(variants: Sequence[Mapping[str, str]]) -> list[grid.Variant]:
         for key, value in keys.items():
             alike = [other for other in variants if not _option_of_another(key, keys, other)]
             if key == LINK_OF_SERVERS:
-                alike = [other for other in alike if jobs.default_servers({"name": other["paradigm.name"]})]
+                alike = [other for other in alike if default_servers({"name": other["paradigm.name"]})]
             if any(other.get(key) != value for other in alike):
                 word = value if key.endswith(".name") or key == "engine" else f"{key.rpartition('.')[2]}={value}"
                 (choice if grid.is_choice(key) else condition).append(word)

@@ -9,32 +9,40 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
+from typing import Annotated, Any, Literal, Self
 
 import tomli_w
-from pydantic import Field, TypeAdapter, ValidationError, model_validator
-from pydantic.fields import FieldInfo
+from pydantic import Field, ValidationError, model_validator
 
 from hpcsync.config import compression as compression_options
 from hpcsync.config import torch_optimizers
 from hpcsync.config.base import Amount, Count, Positive, Table, matching
 from hpcsync.config.batches import Batches
 from hpcsync.config.checkpoint import Checkpoint
-from hpcsync.config.cluster import Cluster, Compute
-from hpcsync.config.compression import TAKE_RATIO, CompressionOptions, DenseOptions, takes_ratio
+from hpcsync.config.cluster import Cluster
+from hpcsync.config.compression import CompressionOptions, DenseOptions, takes_ratio
 from hpcsync.config.errors import JobError, in_one_line, shown
-from hpcsync.config.optimizer import Optimizer, Schedule
+from hpcsync.config.optimizer import Optimizer
+from hpcsync.config.overrides import (
+    KINDS,
+    MOST_LEVELS,
+    Override,
+    at,
+    default_servers,
+    excluded,
+    override,
+    pop,
+    set_workers,
+)
 from hpcsync.config.paradigms import ParadigmTable, kind_of, options_suit
 from hpcsync.config.predicted import Prediction
-from hpcsync.config.workloads import WORKLOADS, Cifar, Linear, Script, Timing, WorkloadOptions
-from hpcsync.paradigms import OPTIONS
+from hpcsync.config.workloads import Cifar, Linear, Script, Timing, WorkloadOptions
 from hpcsync.planning.layer_groups import Groups
 
 MOST_CHARACTERS = 1_000_000  # of a job file
-MOST_LEVELS = 16  # of tables and lists within each other
 
 # ---- stopping rule and evaluation ----
 
@@ -351,27 +359,6 @@ class Job(Table):
         return tomli_w.dumps(self.model_dump(exclude_none=True))
 
 
-def default_servers(paradigm: Any) -> int:
-    """Return the default number of servers for a [paradigm], which need not be valid."""
-    kind = kind_of(paradigm)
-    return int(kind is None or kind.policy is not None)
-
-
-def _kinds(union: Any, key: str) -> dict[str, type[Table]]:
-    """Return the tables of a union by their kind, which is the tag of a table or the value of this key."""
-    members = [(get_args(member) or (member, None)) for member in get_args(get_args(union)[0])]
-    return {tag.tag if tag else get_args(kind.model_fields[key].annotation)[0]: kind for kind, tag in members}
-
-
-KINDS = {  # allowed values of the key that names the kind of a table
-    "workload": [*WORKLOADS, '"package.module:function"'],
-    "paradigm": list(OPTIONS),
-    "then": ["asp", "ssp", "dssp"],
-    "schedule": list(_kinds(Schedule, "name")),
-    "compute": list(_kinds(Compute, "model")),
-    "compression": list(_kinds(CompressionOptions, "name")),
-}
-
 # ---- input ----
 
 
@@ -416,12 +403,12 @@ def load_begun(path: str | Path, overrides: Sequence[str] = (), ranks: int | Non
 
 def _table(path: Path, overrides: Sequence[str], ranks: int | None) -> dict[str, Any]:
     table = _parse(_read(path), str(path))
-    if {_Override.of(text).key[0] for text in overrides} - {"seed", "predicted"}:
+    if {Override.of(text).key[0] for text in overrides} - {"seed", "predicted"}:
         table.pop("predicted", None)  # that of another job
     override(table, overrides)
     _check_values(table, "--set")
     if ranks is not None:
-        _set_workers(table, ranks)
+        set_workers(table, ranks)
     return table
 
 
@@ -438,13 +425,13 @@ def _of_file(path: str | Path, table: dict[str, Any]) -> Job:
 def refuse_unused(job: Job, table: Mapping[str, Any]) -> None:
     """Raise JobError for a setting in this table of a job that the job ignores, unless it is the default."""
     without = deepcopy(dict(table))
-    left_out = [each for each in [*excluded(without)] if _pop(without, each.key) is not None]
+    left_out = [each for each in [*excluded(without)] if pop(without, each.key) is not None]
     if not left_out:
         return
     given, default = job.model_dump(), Job.from_table(without).model_dump()
     for key, cause, why in left_out:
-        if (value := _at(given, key)) != _at(default, key):
-            beside = f"{'.'.join(cause)} = {shown(_at(given, cause))}"
+        if (value := at(given, key)) != at(default, key):
+            beside = f"{'.'.join(cause)} = {shown(at(given, cause))}"
             raise JobError(f"{'.'.join(key)} = {shown(value)}: must be omitted with {beside}, {why}")
 
 
@@ -469,7 +456,7 @@ def used(job: Job) -> dict[str, Any]:
     """Return the table of a job without the settings that it ignores, with which a run may have begun."""
     table = tomllib.loads(job.to_toml())
     for each in [*excluded(table)]:
-        _pop(table, each.key)
+        pop(table, each.key)
     return table
 
 
@@ -540,193 +527,6 @@ def _read(path: Path) -> str:
         raise JobError(f"{path}: {getattr(error, 'strerror', None) or 'must be text in UTF-8'}") from None
 
 
-class _Override(NamedTuple):
-    """An override `--set KEY=VALUE`: its text, the parts of the key, and the value."""
-
-    text: str
-    key: tuple[str, ...]
-    value: Any
-
-    @staticmethod
-    def of(text: str) -> _Override:
-        """Parse the text. VALUE is TOML, or a string if it is not valid TOML, so that words need no quotes.
-
-        A table that has a kind can be set by its name: paradigm=bsp is paradigm.name=bsp.
-        """
-        key, equals, value = text.partition("=")
-        parts = tuple(part.strip() for part in key.split("."))
-        if not equals or not all(parts):
-            raise JobError(f"--set {text}: must be KEY=VALUE, such as paradigm.staleness_max=20")
-        if len(parts) > MOST_LEVELS:
-            raise JobError(f"--set {shown(text)}: must be nested at most {MOST_LEVELS} levels deep")
-        try:
-            parsed = tomllib.loads(f"value = {value}")
-        except (tomllib.TOMLDecodeError, RecursionError):
-            parsed = {}
-        except ValueError:
-            raise JobError(f"--set {shown(text)}: must have whole numbers of at most 64 bits") from None
-        found = parsed["value"] if parsed.keys() == {"value"} else value.strip()
-        if parts in _OF_KINDS and isinstance(found, str):
-            parts = (*parts, _OF_KINDS[parts][0])
-        return _Override(text, parts, found)
-
-
-# Tables that are one of several kinds: the key that names the kind, and the union of the kinds.
-_OF_KINDS = {
-    ("workload",): ("name", WorkloadOptions),
-    ("paradigm",): ("name", ParadigmTable),
-    ("compression",): ("name", CompressionOptions),
-    ("optimizer", "schedule"): ("name", Schedule),
-    ("cluster", "compute"): ("model", Compute),
-}
-
-
-def override(table: dict[str, Any], overrides: Sequence[str]) -> list[str]:
-    """Apply ``KEY=VALUE`` overrides to the table of a job, in place.
-
-    If an override changes the kind of a table, such as paradigm.name, the keys that the new kind does not have are
-    dropped, except those set by an override; and so are those that an override excludes (`excluded`).
-
-    Parameters
-    ----------
-    table : dict
-        Table of a job.
-    overrides : sequence of str
-        Overrides.
-
-    Returns
-    -------
-    list of str
-        A line for each table from which keys were dropped.
-
-    Raises
-    ------
-    JobError
-        For an override that is not KEY=VALUE, or whose key is below a value that is not a table.
-    """
-    parsed = [_Override.of(text) for text in overrides]
-    kinds = {path: _at(table, (*path, key)) for path, (key, _) in _OF_KINDS.items()}
-    for each in parsed:
-        _set(table, each)
-    given = {each.key for each in parsed}
-    lines = []
-    for path, (key, union) in _OF_KINDS.items():
-        above = [path[: n + 1] for n in range(len(path))]
-        if (*path, key) in given and given.isdisjoint(above):
-            lines += _without_foreign_keys(_at(table, path), path, key, kinds[path], union, given)
-    return lines + drop_excluded(table, given)
-
-
 def remarks(path: str | Path, overrides: Sequence[str]) -> list[str]:
     """Return the lines of `override` for the job in this file: which keys the overrides drop."""
     return override(_parse(_read(Path(path)), str(path)), overrides)
-
-
-def _without_foreign_keys(
-    table: dict[str, Any], path: tuple[str, ...], key: str, before: Any, union: Any, given: set[tuple[str, ...]]
-) -> list[str]:
-    """Drop the keys of another kind from a table whose kind was `before`; return a line about them, if any."""
-    now = table[key]
-    if not isinstance(now, str) or before in (None, now):
-        return []
-    tag = get_args(union)[1].discriminator  # a key, or a function of the table
-    kind = _kinds(union, key).get(tag(table) if callable(tag) else now)
-    if kind is None:
-        return []
-    others = [name for name in table if name != key and (*path, name) not in given]
-    fields = kind.model_fields
-    kept = [name for name in others if name in fields and _accepts(fields[name], table[name])]
-    dropped = [name for name in others if name not in kept]
-    for name in dropped:
-        del table[name]
-    if not dropped:
-        return []
-    line = f"{'.'.join((*path, key))} changed from {before} to {now}: {', '.join(dropped)} dropped"
-    return [line + (f"; {', '.join(kept)} kept" if kept else "")]
-
-
-class Excluded(NamedTuple):
-    """Key that another one excludes or leaves without effect, and why."""
-
-    key: tuple[str, ...]
-    cause: tuple[str, ...]
-    why: str
-
-
-def excluded(table: Mapping[str, Any]) -> Iterator[Excluded]:
-    """Yield the keys that values of a table exclude, or leave without effect; the table need not be valid."""
-    kind, compression = kind_of(table.get("paradigm")), _at(table, ("compression", "name")) or "none"
-    if _at(table, ("batches", "policy")) == "equal":
-        for name in Batches.model_fields:
-            if name != "policy":
-                yield Excluded(("batches", name), ("batches", "policy"), "where all have the same batch size")
-    if kind is None:
-        return
-    cause, has_servers = ("paradigm", "name"), kind.policy is not None
-    servers, scale = _at(table, ("cluster", "servers")), _at(table, ("optimizer", "async_lr_scale"))
-    if type(servers) is int and (servers > 0) != has_servers:
-        yield Excluded(("cluster", "servers"), cause, "")
-    if scale != 1.0 and not (has_servers and kind.contribution == "gradient"):
-        yield Excluded(("optimizer", "async_lr_scale"), cause, "where no update is one of several")
-    for key in () if has_servers else (("placement",), ("colocated",), ("network", "server_bandwidth_gbit")):
-        yield Excluded(("cluster", *key), cause, "which has no servers")
-    for name in kind.ratios if compression not in TAKE_RATIO else ():
-        yield Excluded(("paradigm", name), ("compression", "name"), "which takes no ratio from a paradigm")
-    for name, (others, why) in kind.excludes.items():
-        if _at(table, ("paradigm", name)) is not None:
-            yield from (Excluded(("paradigm", other), ("paradigm", name), why) for other in others)
-
-
-def drop_excluded(table: dict[str, Any], given: Collection[tuple[str, ...]]) -> list[str]:
-    """Drop from a table what overrides of these keys exclude, except what they set; return a line for each cause."""
-    dropped: dict[tuple[str, ...], list[str]] = {}
-    for key, cause, _ in [*excluded(table)]:
-        is_given = any(key[:n] in given for n in range(1, len(key) + 1))
-        if cause[0] in {each[0] for each in given} and not is_given and _pop(table, key) is not None:
-            dropped.setdefault(cause, []).append(".".join(key))
-    return [f"{'.'.join(cause)} is {_at(table, cause)}: {', '.join(keys)} dropped" for cause, keys in dropped.items()]
-
-
-def _pop(table: dict[str, Any], path: tuple[str, ...]) -> Any:
-    """Remove this key and return its value; None if there is none."""
-    parent = _at(table, path[:-1])
-    return parent.pop(path[-1], None) if isinstance(parent, dict) else None
-
-
-def _accepts(field: FieldInfo, value: Any) -> bool:
-    """Return whether a value is valid for this field. Several kinds have a `mode`, each with values of its own."""
-    kind: Any = Annotated[field.annotation, *(field.metadata or [None])]
-    try:
-        TypeAdapter(kind).validate_python(value)
-    except (ValidationError, JobError):
-        return False
-    return True
-
-
-def _at(table: Any, path: tuple[str, ...]) -> Any:
-    """Return the value at this key; None if there is none."""
-    for part in path:
-        table = table.get(part) if isinstance(table, dict) else None
-    return table
-
-
-def _set(table: dict[str, Any], override: _Override) -> None:
-    *parents, last = override.key
-    for depth, parent in enumerate(parents, 1):
-        table = table.setdefault(parent, {})
-        if not isinstance(table, dict):
-            raise JobError(f"--set {override.text}: {'.'.join(parents[:depth])} must be a table, it is {shown(table)}")
-    table[last] = override.value
-
-
-def _set_workers(table: dict[str, Any], ranks: int) -> None:
-    cluster = table.setdefault("cluster", {})
-    if isinstance(cluster, dict) and "workers_min" in cluster:
-        return
-    servers = cluster.get("servers", default_servers(table.get("paradigm"))) if isinstance(cluster, dict) else None
-    if type(servers) is int:  # anything else is refused when the job is validated
-        if ranks <= servers:
-            raise JobError(f"-n {ranks}: must be at least {servers + 1}: cluster.servers = {servers} and a worker")
-        if cluster.get("workers", Cluster.model_fields["workers"].default) != ranks - servers:
-            table.pop("predicted", None)  # that of another number of workers
-        cluster["workers"] = ranks - servers

@@ -12,7 +12,8 @@ import pytest
 from hpcsync.compression import CODECS, ErrorFeedback, TensorLayout, create
 from hpcsync.compression.dgc import DGC
 from hpcsync.config.compression import CodecOptions, DenseOptions
-from hpcsync.config.job import KINDS, Job
+from hpcsync.config.job import Job
+from hpcsync.config.overrides import KINDS
 from tests.unit.jobs import make_job, refusal
 
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from hpcsync.config.checkpoint import Checkpoint
 from hpcsync.config.errors import shown
-from hpcsync.config.job import KINDS, Job, JobError, Stop, load, load_begun, of_any_seed, refuse_simulated, remarks
+from hpcsync.config.job import Job, JobError, Stop, load, load_begun, of_any_seed, refuse_simulated, remarks
+from hpcsync.config.overrides import KINDS
 from hpcsync.config.workloads import Digits, Text
 from hpcsync.paradigms import OPTIONS
 from hpcsync.paradigms.dssp import DsspOptions

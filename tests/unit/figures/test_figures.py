@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from hpcsync import figures
 from hpcsync.cli.app import app
-from hpcsync.config.job import KINDS
+from hpcsync.config.overrides import KINDS
 from hpcsync.figures import accuracy, leads, plotting, staleness, timeline
 from hpcsync.figures.adaptive import steps_of_batches
 from hpcsync.report import intervals

@@ -10,7 +10,8 @@ from functools import partial
 import pytest
 
 from hpcsync.config.errors import JobError
-from hpcsync.config.job import KINDS, Job
+from hpcsync.config.job import Job
+from hpcsync.config.overrides import KINDS
 from hpcsync.core.assignments import create_paradigm
 from hpcsync.paradigms import create
 from hpcsync.paradigms.asp import ASP, AspOptions

@@ -4,7 +4,8 @@ import pytest
 
 from hpcsync.cli.advice_candidates import candidate, label_of, needs_no_options
 from hpcsync.config.errors import JobError
-from hpcsync.config.job import Job, default_servers
+from hpcsync.config.job import Job
+from hpcsync.config.overrides import default_servers
 from hpcsync.paradigms import OPTIONS
 from hpcsync.planning.candidates import COMPRESSED, candidates, kept
 

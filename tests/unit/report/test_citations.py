@@ -6,7 +6,7 @@ from importlib import import_module
 import pytest
 
 from hpcsync.config.errors import printable
-from hpcsync.config.job import KINDS
+from hpcsync.config.overrides import KINDS
 from hpcsync.paradigms import OPTIONS
 from hpcsync.paradigms.papers import Reference
 from hpcsync.report.citations import COMPRESSIONS, REFERENCES, bibtex, references, software
