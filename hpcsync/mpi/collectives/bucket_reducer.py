@@ -71,9 +71,9 @@ class BucketReducer(Stateful):
         Called at the end of every backward pass that computes gradients, within `backward()`, which propagates its
         exceptions; it may call `finish`.
     overlap
-        Whether buckets are launched during the backward pass. Otherwise gradients of several backward passes
-        accumulate, and `finish` launches all buckets. There is never overlap if MPI does not allow calls from several
-        threads, with one rank, or with compression.
+        Returns whether buckets are launched during the backward pass under way. Otherwise gradients of several backward
+        passes accumulate, and `finish` launches all buckets. There is never overlap if MPI does not allow calls from
+        several threads, with one rank, or with compression.
     transport
         Transport of the gradient's device.
     compression
@@ -101,7 +101,7 @@ class BucketReducer(Stateful):
         flat: FlatModel,
         bucket_bytes: int | None = None,
         at_end_of_backward: Callable[[], None] | None = None,
-        overlap: bool = True,
+        overlap: Callable[[], bool] = lambda: True,
         transport: Transport = HOST,
         compression: Compression | None = None,
         *,
@@ -112,7 +112,7 @@ class BucketReducer(Stateful):
         self._flat = flat
         self._at_end = at_end_of_backward
         self._can_overlap = compression is None and comm.size > 1 and takes_several_threads(comm)
-        self.overlap = overlap
+        self._overlap = overlap
         self.weight = 1.0
         self.reduced = Reduced()
         sizes = torch.tensor([p.numel() for p in flat.parameters])
@@ -133,15 +133,6 @@ class BucketReducer(Stateful):
         self._hooks = [self._hooked(index, parameter) for index, parameter in enumerate(flat.parameters)]
         self._closed = False
 
-    @property
-    def overlap(self) -> bool:
-        """Whether buckets are launched during the backward pass."""
-        return self._overlap and self._can_overlap
-
-    @overlap.setter
-    def overlap(self, wanted: bool) -> None:
-        self._overlap = wanted
-
     # ---- during the backward pass ----
 
     def _hooked(self, index: int, parameter: torch.nn.Parameter) -> torch.utils.hooks.RemovableHandle:
@@ -159,13 +150,13 @@ class BucketReducer(Stateful):
         if self._complete[index]:
             raise RuntimeError(
                 "second backward pass before the gradients of the first were reduced: call finish() in between, "
-                "or set overlap to False to accumulate them"
+                "or let overlap return False to accumulate them"
             )
-        gradient = self._flat.parameters[index].grad
-        if not self.overlap and gradient is not None and gradient.requires_grad:
+        gradient, overlaps = self._flat.parameters[index].grad, self._can_overlap and self._overlap()
+        if not overlaps and gradient is not None and gradient.requires_grad:
             return  # a script may still differentiate it
         self._flat.gather(index)  # at once: autograd then reuses the memory for the next one while it is in the cache
-        if not self.overlap:
+        if not overlaps:
             return
         self._complete[index] = True
         while self._frontier > 0 and self._complete[self._frontier - 1]:

@@ -54,9 +54,8 @@ class Setup(NamedTuple):
         Optimizer of the local steps.
     layers
         Layers of this rank.
-    at_end_of_backward
-        See `BucketReducer`; None if iterations have several backward passes. With padded iterations nothing is sent
-        before the padding is over, because for the other workers the gradient only exists then.
+    overlap, at_end_of_backward
+        See `BucketReducer`.
     division
         Division of the samples among workers, if the job allocates batches.
     """
@@ -67,7 +66,8 @@ class Setup(NamedTuple):
     flat: FlatModel
     optimizer: OptimizerSpec | ScriptOptimizers
     layers: Layers
-    at_end_of_backward: Callable[[], None] | None = None
+    overlap: Callable[[], bool]
+    at_end_of_backward: Callable[[], None]
     division: BatchDivision | None = None
 
 
@@ -159,9 +159,6 @@ class Exchange(Transport, Stateful):
         """Begin an iteration; return the batch from which the gradient is computed."""
         return batch
 
-    def let_overlap(self, wanted: bool) -> None:
-        """Let backward passes overlap with the exchange, if they may, or not."""
-
     def while_padding(self, pad: Callable[[float], None]) -> None:
         """Begin what overlaps with the rest of a padded computation; `pad` waits for a share of its time."""
 
@@ -218,20 +215,26 @@ class Summing(Exchange):
         What it is made of.
     comm
         Communicator of these workers.
+    overlap, at_end_of_backward
+        See `BucketReducer`.
     """
 
     state_types = {"_reducer": BucketReducer}
 
-    def __init__(self, setup: Setup, comm: MPI.Intracomm) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        comm: MPI.Intracomm,
+        overlap: Callable[[], bool],
+        at_end_of_backward: Callable[[], None] | None = None,
+    ) -> None:
         super().__init__(setup)
         job, flat = setup.job, setup.flat
         self._reducer = BucketReducer(
-            comm, flat, setup.method.bucket_bytes,
-            setup.at_end_of_backward, overlap=False, transport=setup.link.transport,
+            comm, flat, setup.method.bucket_bytes, at_end_of_backward, overlap, setup.link.transport,
             compression=compressor.of_job(job, flat.parameters, flat.weights.dtype),
             measures=self._measures and not job.paradigm.separates_layers,
         )  # fmt: skip
-        self._may_overlap = job.cluster.compute is None
         self._comm = comm
         self._script = setup.optimizer if isinstance(setup.optimizer, ScriptOptimizers) else None
 
@@ -263,7 +266,7 @@ class AllReducing(Summing):
     """All-reduce of gradients during the backward pass, or after it if they are compressed."""
 
     def __init__(self, setup: Setup) -> None:
-        super().__init__(setup, setup.link.comm)
+        super().__init__(setup, setup.link.comm, setup.overlap, setup.at_end_of_backward)
         self._division = setup.division
         compute = setup.job.cluster.compute
         self._backward_share = 0.0 if compute is None else compute.backward_share
@@ -275,10 +278,6 @@ class AllReducing(Summing):
             self._reducer.weight = self._division.weight(self._link.comm.rank)
         return batch
 
-    def let_overlap(self, wanted: bool) -> None:
-        """Let backward passes overlap with the all-reduce, unless computations are padded."""
-        self._reducer.overlap = wanted and self._may_overlap
-
     def while_padding(self, pad: Callable[[float], None]) -> None:
         """Reduce the buckets that are complete before the end of the backward pass."""
         if self._backward_share:
@@ -287,7 +286,6 @@ class AllReducing(Summing):
     def end_computation(self, n_samples: int, stop: bool) -> None:
         """Finish the all-reduce."""
         self._agreed = self._reduce(n_samples, stop)
-        self._reducer.overlap = False
 
     def _reduce(self, n_samples: int, stop: bool) -> Agreed:
         halt, digest = self._link.halt_requested, self._digest

@@ -78,11 +78,11 @@ class PeerSession(RankSession):
         if self._resumed is not None:
             built(BatchDivision | None, self._resumed["division"], self._division)
             built(Estimator | None, self._resumed["estimator"], self._estimator)
-        self._exchange = TRANSPORTS[method.transport](
-            Setup(
-                job, method, self._link, self.flat, self._optimizer, self._layers, self._end_of_backward, self._division
-            )
-        )
+        setup = Setup(
+            job, method, self._link, self.flat, self._optimizer, self._layers,
+            self._overlaps, self._end_of_backward, self._division,
+        )  # fmt: skip
+        self._exchange = TRANSPORTS[method.transport](setup)
         self._machine = PeerMachine(job, self.rank, method, self._exchange.peer, self._exchange)
         if self._resumed is not None:
             self._exchange.restore(self._resumed["exchange"])
@@ -142,9 +142,7 @@ class PeerSession(RankSession):
             self._monitor.describe(attributes)
         self._link.phases.enter(Phase.COMPUTING, self._machine.iteration + 1)
         self._accumulate, self._n_passes = asked.accumulate, 0
-        self._exchange.let_overlap(self._overlaps)
         for batch in own:
-            self._exchange.let_overlap(self._overlaps)
             yield self._exchange.begin(batch)
 
     def _step(self, loss: torch.Tensor | float | None) -> None:
@@ -166,7 +164,6 @@ class PeerSession(RankSession):
         ended, self._computed = self._computed, None
         exchange, self._n_passes = self._exchange, 0
         result = self._advance(ended.n_samples)
-        self._exchange.let_overlap(self._overlaps)
         lr, rates = self._rates()
         step_info = self._machine.step_info(
             result, ended, exchange.wait_s, exchange.comm_s, loss, lr, self._take_problem(), exchange.gradients_sq
@@ -191,7 +188,6 @@ class PeerSession(RankSession):
             self._end_computation()
         else:
             self._n_passes += 1
-            self._exchange.let_overlap(self._overlaps)
 
     @property
     def _reduces(self) -> bool:
@@ -204,21 +200,22 @@ class PeerSession(RankSession):
         several = self._n_optimizers > 1  # a further one steps with the same batch
         return not self.stopped and (self._iterations.under_way or (several and self._iterations.in_loop))
 
-    @property
     def _overlaps(self) -> bool:
-        """True if that pass may exchange gradients before its end."""
-        return self._reduces and self._is_of_step
+        """Return whether the backward pass under way may exchange gradients before its end.
+
+        Not in padded iterations, of which the gradient exists for the others only after the padding.
+        """
+        may = self._job.cluster.compute is None and self._computed is None
+        return may and self._reduces and self._is_of_step
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients without their mean."""
         self._may_reduce = False
-        self._exchange.let_overlap(False)
         try:
             yield
         finally:
             self._may_reduce = True
-            self._exchange.let_overlap(self._overlaps)
 
     def _end_computation(self) -> None:
         cuda.ready(self.flat.gradient)  # the gradient is complete only then

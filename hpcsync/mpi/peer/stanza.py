@@ -51,7 +51,7 @@ class StanzaExchange(Summing):
     def __init__(self, setup: Setup) -> None:
         job, layers = setup.job, cast("SeparatedLayers", setup.layers)
         options = cast("StanzaOptions", job.paradigm)
-        super().__init__(setup._replace(at_end_of_backward=None), layers.group)  # several backward passes a step
+        super().__init__(setup, layers.group, lambda: self._overlaps)
         self._layers, self._groups, self._pieces = layers, layers.groups, options.micro_batches
         self._cut = options.cut
         # Duration of a piece as a share of an iteration of the whole model.
@@ -63,6 +63,7 @@ class StanzaExchange(Summing):
         self._row_shape: tuple[int, ...] = ()  # of a sample's activations
         self._iterations: Iterations
         self._is_script = isinstance(job.workload, Script)
+        self._overlaps = False  # whether the backward pass under way does: the last one of a step may
         self._may_overlap = job.cluster.compute is None and not layers.is_fc and not self._is_script
         self._batch: Sequence[torch.Tensor] = ()  # the current batch, until its step
         self._version = 0  # autograd version of its first tensor
@@ -172,13 +173,13 @@ class StanzaExchange(Summing):
         """Continue a convolution worker's backward pass from the gradients of its activations."""
         for piece, activations in enumerate(self._under_way):
             gradient = self._activations.gradient(piece)
-            self._reducer.overlap = self._may_overlap and piece == self._pieces - 1
+            self._overlaps = self._may_overlap and piece == self._pieces - 1
             self._iterations.resume()
             torch.autograd.backward(activations, gradient.to(activations.dtype))
             cuda.ready(self._flat.gradient)
             self._iterations.rest(self._backward_share)
             self._computed += 1
-        self._reducer.overlap = False
+        self._overlaps = False
         self._under_way = []
 
     def _compute_above(self, *inputs: Any, **options: Any) -> torch.Tensor:

@@ -79,7 +79,7 @@ def equal_everywhere(comm, tensor):
 @pytest.mark.parametrize("clear", [FlatModel.zero_gradient, FlatModel.drop_gradient])
 def test_the_mean_is_exact(comm, bucket_bytes, overlap, clear):
     flat = make()
-    with BucketReducer(comm, flat, bucket_bytes, overlap=overlap) as reducer:
+    with BucketReducer(comm, flat, bucket_bytes, overlap=lambda: overlap) as reducer:
         for step in range(3):
             clear(flat)
             backward(flat, known(comm.rank, step))
@@ -112,7 +112,7 @@ def test_gradients_are_weighted_by_their_ranks(comm, bucket_bytes, overlap):
     change.
     """
     flat = make()
-    with BucketReducer(comm, flat, bucket_bytes, overlap=overlap) as reducer:
+    with BucketReducer(comm, flat, bucket_bytes, overlap=lambda: overlap) as reducer:
         for step in range(4):
             reducer.weight = 1.0 if step == 3 else 2.0 ** (comm.rank - step)
             flat.drop_gradient()
@@ -192,11 +192,11 @@ def test_a_second_backward_before_finish_is_refused(comm, needs):
 
 
 def test_without_overlap_backward_passes_add_up(comm):
-    flat = make()
-    with BucketReducer(comm, flat, MIDDLE, overlap=False) as reducer:
+    flat, passes = make(), []
+    with BucketReducer(comm, flat, MIDDLE, overlap=lambda: len(passes) > 0) as reducer:
         flat.zero_gradient()
         backward(flat, known(comm.rank, 1))
-        reducer.overlap = True
+        passes.append(1)
         backward(flat, known(comm.rank, 2))
         reducer.finish()
         expected = mean_of([known(rank, 1) + known(rank, 2) for rank in range(comm.size)])
@@ -266,7 +266,7 @@ def test_buckets_are_reduced_while_the_backward_pass_runs(comm, needs, overlap):
     needs(2)
     flat = make()
     first, *rest = flat.model
-    with BucketReducer(comm, flat, 8 * 30, overlap=overlap) as reducer:
+    with BucketReducer(comm, flat, 8 * 30, overlap=lambda: overlap) as reducer:
         seen = []
 
         def during():
@@ -286,7 +286,7 @@ def test_buckets_are_reduced_while_a_computation_is_padded(comm, needs, padded):
     """All but the last, each once its share is complete; without a call, none: the control."""
     needs(2)
     flat, shares, seen = make(), [], []
-    with BucketReducer(comm, flat, MIDDLE, overlap=False) as reducer:
+    with BucketReducer(comm, flat, MIDDLE, overlap=lambda: False) as reducer:
         n_early = len(range(flat.size, 0, -(MIDDLE // 8))) - 1
         for step in range(2):
             flat.drop_gradient()
@@ -326,7 +326,7 @@ def test_without_calls_from_several_threads_everything_waits_for_finish(comm, mo
     threads = threading.active_count()
     flat = make()
     with BucketReducer(comm, flat, MIDDLE) as one:
-        assert not one.overlap and threading.active_count() == threads
+        assert not one._can_overlap and threading.active_count() == threads
         backward(flat, known(comm.rank))
         assert one.n_reduced == 0
         one.finish()

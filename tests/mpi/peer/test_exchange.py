@@ -53,7 +53,14 @@ class Worker:
         self.method = create_method(job)
         self.made = TRANSPORTS[self.method.transport](
             Setup(
-                job, self.method, self.link, self.flat, optimizer_spec(job), Layers(comm, self.flat.model), lambda: None
+                job,
+                self.method,
+                self.link,
+                self.flat,
+                optimizer_spec(job),
+                Layers(comm, self.flat.model),
+                lambda: False,
+                lambda: None,
             )
         )
         self.worker, self.update = comm.rank, self.made.peer
