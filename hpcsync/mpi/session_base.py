@@ -415,7 +415,7 @@ class RankSession(Session):
         def restore() -> None:
             rng_state.restore(generators, device)
             if script is not None:
-                script.keep_in_groups(kept)
+                script.kept_in_groups = kept
 
         self._iterations.when_continuing(restore)
 

@@ -87,7 +87,72 @@ class StepToMake(NamedTuple):
     skips: bool
 
 
-class ScriptOptimizers:
+class _Groups:
+    """The groups of optimizers: numbers that are stated, and what the optimizers' own steps on this rank change.
+
+    Attributes
+    ----------
+    optimizers
+        The optimizers.
+    numbers
+        Numbers of all groups.
+    own_keys
+        For each group of each optimizer, the keys whose values its own steps change.
+    """
+
+    optimizers: Sequence[torch.optim.Optimizer]
+    numbers: Sequence[Number]
+    own_keys: list[list[set[str]]]
+
+    @property
+    def _options(self) -> list[list[float]]:
+        found = []
+        for optimizer, group, key, count in self.numbers:
+            value = self.optimizers[optimizer].param_groups[group][key]
+            found.append([*map(float, value)] if count else [float(value)])
+        return found
+
+    @_options.setter
+    def _options(self, saved: list[list[float]]) -> None:
+        for (optimizer, group, key, count), values in zip(self.numbers, saved, strict=True):
+            _set(self.optimizers[optimizer].param_groups[group], key, values, count)
+
+    def set_numbers(self, stated: Sequence[float]) -> None:
+        """Set the numbers of all groups, as in a `StepToMake`, but not the optimizers' own."""
+        at = 0
+        for optimizer, group, key, count in self.numbers:
+            n = max(1, count)
+            if key not in self.own_keys[optimizer][group]:
+                _set(self.optimizers[optimizer].param_groups[group], key, stated[at : at + n], count)
+            at += n
+
+    @property
+    def kept_in_groups(self) -> KeptInGroups:
+        """The values of these keys; those of a server or of a checkpoint may be set."""
+        return [
+            [
+                {
+                    key: group[key].item() if isinstance(group[key], torch.Tensor) else group[key]
+                    for key in sorted(keys & _marks(group).keys())
+                }
+                for group, keys in zip(each.param_groups, own, strict=False)
+            ]
+            for each, own in zip(self.optimizers, self.own_keys, strict=True)
+        ]
+
+    @kept_in_groups.setter
+    def kept_in_groups(self, kept: KeptInGroups) -> None:
+        for optimizer, of_groups, values in zip(self.optimizers, self.own_keys, kept, strict=False):
+            for group, keys, own in zip(optimizer.param_groups, of_groups, values, strict=False):
+                keys.update(own)
+                for key, value in own.items():
+                    if isinstance(before := group.get(key), torch.Tensor) and value is not None:
+                        before.fill_(value)
+                    else:
+                        group[key] = value
+
+
+class ScriptOptimizers(_Groups):
     """The optimizers of a script.
 
     Parameters
@@ -113,8 +178,6 @@ class ScriptOptimizers:
         True while an optimizer's own step is made on this worker.
     told_rates
         Learning rates of all groups, as last told.
-    own_keys
-        For each group of each optimizer, the keys whose values its own steps on this rank change.
     """
 
     def __init__(
@@ -128,7 +191,7 @@ class ScriptOptimizers:
         self.numbers = tuple(chain.from_iterable(_numbers(index, each) for index, each in enumerate(optimizers)))
         self._fixed = [*_fixed(optimizers)]
         self.told_rates: list[float] = []
-        self.own_keys: list[list[set[str]]] = [[set() for _ in each.param_groups] for each in optimizers]
+        self.own_keys = [[set() for _ in each.param_groups] for each in optimizers]
         owner = {id(p): index for index, each in enumerate(optimizers) for p in parameters_of(each)}
         self.owner = [owner[id(p)] for p in flat.parameters]  # index of each parameter's optimizer
         _lay_out_kept(optimizers)  # the flat model may have laid out parameters anew
@@ -201,11 +264,7 @@ class ScriptOptimizers:
         return np.array([*self._stated_numbers(), *map(float, self.present)])
 
     def _stated_numbers(self) -> list[float]:
-        return [*chain.from_iterable(_options(self.optimizers, self.numbers))]
-
-    def set_numbers(self, stated: Sequence[float]) -> None:
-        """Set the numbers of all groups, as in a `StepToMake`, but not the optimizers' own."""
-        _set_numbers(self.optimizers, self.numbers, stated, self.own_keys)
+        return [*chain.from_iterable(self._options)]
 
     @contextmanager
     def own_step(self, index: int, optimizer: torch.optim.Optimizer, lr: float) -> Iterator[None]:
@@ -219,15 +278,6 @@ class ScriptOptimizers:
         del held
         for keys, group, then in zip(self.own_keys[index], optimizer.param_groups, before, strict=False):
             keys.update(key for key, mark in _marks(group).items() if mark != then.get(key))
-
-    def keep_in_groups(self, kept: KeptInGroups) -> None:
-        """Let the optimizers keep in their groups what those of a server, or of a checkpoint, have kept there."""
-        _keep_in_groups(self.optimizers, self.own_keys, kept)
-
-    @property
-    def kept_in_groups(self) -> KeptInGroups:
-        """What the optimizers' own steps on this rank have changed in their groups."""
-        return _kept_in_groups(self.optimizers, self.own_keys)
 
     def keep_of_all(self, kept: Sequence[Mapping[Any, Any]]) -> None:
         """Let the optimizers keep what those of a server have kept of all parameters together (`kept_of_all`)."""
@@ -513,12 +563,10 @@ def own_and_changed(optimizer: torch.optim.Optimizer, key: str) -> str:
 # ---- on a worker ----
 
 
-class _Keeping(Stateful):
+class _Keeping(_Groups, Stateful):
     """State of what optimizers keep of their parameters and in their groups."""
 
     state_types = {"_kept": list[dict[int | str, Any]], "kept_in_groups": KeptInGroups}
-    optimizers: Sequence[torch.optim.Optimizer]
-    _script: ScriptOptimizers
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore a state; before format 7 it has nothing of the groups."""
@@ -534,15 +582,6 @@ class _Keeping(Stateful):
             groups = optimizer.state_dict()["param_groups"]
             optimizer.load_state_dict({"state": kept, "param_groups": groups})
         _lay_out_kept(self.optimizers)
-
-    @property
-    def kept_in_groups(self) -> KeptInGroups:
-        """What the optimizers' own steps have changed in their groups."""
-        return _kept_in_groups(self.optimizers, self._script.own_keys)
-
-    @kept_in_groups.setter
-    def kept_in_groups(self, saved: KeptInGroups) -> None:
-        _keep_in_groups(self.optimizers, self._script.own_keys, saved)
 
 
 class OwnOptimizer(_Keeping, WorkerOptimizer):
@@ -561,6 +600,7 @@ class OwnOptimizer(_Keeping, WorkerOptimizer):
 
     def __init__(self, script: ScriptOptimizers) -> None:
         self._script, self.optimizers = script, script.optimizers
+        self.numbers, self.own_keys = script.numbers, script.own_keys
         self._lr = [[0.0] * len(each.param_groups) for each in script.optimizers]  # of each group's last step
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -672,6 +712,7 @@ class PieceOptimizer(_Keeping, ServerOptimizer):
         self, script: ScriptOptimizers, weights: torch.nn.Parameter, shard: slice, reduce: Reduce = float
     ) -> None:
         self._script, self._weights, self._reduce, self._begin = script, weights, reduce, shard.start
+        self.numbers, self.own_keys = script.numbers, script.own_keys
         self._momentum = math.nan  # chosen by the paradigm
         self._stepped: set[int] = set()  # optimizers that have made a step here
         self._pieces = list(_pieces(script.flat, shard))
@@ -700,7 +741,7 @@ class PieceOptimizer(_Keeping, ServerOptimizer):
             raise JobError(different(stepping))
         together = stated[0] if all(np.array_equal(stated[0], each) for each in stated[1:]) else np.mean(stated, axis=0)
         self._refuse_changed(together[:-n])
-        _set_numbers(self.optimizers, self._script.numbers, together[:-n].tolist(), self._script.own_keys)
+        self.set_numbers(together[:-n].tolist())
         self._present = [bool(each) for each in np.any([each[-n:] for each in stated], axis=0)]
         if not math.isnan(self._momentum):
             self.set_momentum(self._momentum)
@@ -711,8 +752,8 @@ class PieceOptimizer(_Keeping, ServerOptimizer):
         if last is None or np.array_equal(last, numbers):
             return
         changed, at = np.flatnonzero(last != numbers), 0
-        for index, group, key, count in self._script.numbers:
-            if key in self._script.own_keys[index][group] and at in changed:
+        for index, group, key, count in self.numbers:
+            if key in self.own_keys[index][group] and at in changed:
                 raise JobError(own_and_changed(self.optimizers[index], key))
             at += max(1, count)
 
@@ -779,14 +820,6 @@ class PieceOptimizer(_Keeping, ServerOptimizer):
         for gradient in gradients:
             gradient.mul_(factor)
 
-    @property
-    def _options(self) -> list[list[float]]:
-        return _options(self.optimizers, self._script.numbers)
-
-    @_options.setter
-    def _options(self, saved: list[list[float]]) -> None:
-        _set_options(self.optimizers, self._script.numbers, saved)
-
 
 def _pieces(flat: FlatModel, shard: slice) -> Iterator[_Piece]:
     for index, (span, parameter) in enumerate(zip(flat.spans, flat.parameters, strict=True)):
@@ -832,36 +865,7 @@ def _part(value: Any, parameter: torch.Tensor, part: slice, shape: torch.Size) -
     return value.reshape(-1)[part].view(shape).clone()
 
 
-# ---- checkpoints ----
-
-
-def _options(optimizers: Sequence[torch.optim.Optimizer], numbers: Sequence[Number]) -> list[list[float]]:
-    found = []
-    for optimizer, group, key, count in numbers:
-        value = optimizers[optimizer].param_groups[group][key]
-        found.append([*map(float, value)] if count else [float(value)])
-    return found
-
-
-def _set_options(
-    optimizers: Sequence[torch.optim.Optimizer], numbers: Sequence[Number], saved: Sequence[Sequence[float]]
-) -> None:
-    for (optimizer, group, key, count), values in zip(numbers, saved, strict=True):
-        _set(optimizers[optimizer].param_groups[group], key, values, count)
-
-
-def _set_numbers(
-    optimizers: Sequence[torch.optim.Optimizer],
-    numbers: Sequence[Number],
-    stated: Sequence[float],
-    own_keys: Sequence[Sequence[set[str]]],
-) -> None:
-    at = 0
-    for optimizer, group, key, count in numbers:
-        n = max(1, count)
-        if key not in own_keys[optimizer][group]:
-            _set(optimizers[optimizer].param_groups[group], key, stated[at : at + n], count)
-        at += n
+# ---- what an optimizer keeps ----
 
 
 def _marks(group: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
@@ -876,34 +880,6 @@ def _marks(group: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
 def _mark(value: Any) -> tuple[Any, ...]:
     """Return what tells whether a value has changed; a tensor is not read, for which a GPU would be waited for."""
     return (id(value), value._version) if isinstance(value, torch.Tensor) else (value,)
-
-
-def _kept_in_groups(
-    optimizers: Sequence[torch.optim.Optimizer], own_keys: Sequence[Sequence[set[str]]]
-) -> KeptInGroups:
-    return [
-        [
-            {
-                key: group[key].item() if isinstance(group[key], torch.Tensor) else group[key]
-                for key in sorted(keys & _marks(group).keys())
-            }
-            for group, keys in zip(each.param_groups, own, strict=False)
-        ]
-        for each, own in zip(optimizers, own_keys, strict=True)
-    ]
-
-
-def _keep_in_groups(
-    optimizers: Sequence[torch.optim.Optimizer], own_keys: Sequence[Sequence[set[str]]], kept: KeptInGroups
-) -> None:
-    for optimizer, of_groups, values in zip(optimizers, own_keys, kept, strict=False):
-        for group, keys, own in zip(optimizer.param_groups, of_groups, values, strict=False):
-            keys.update(own)
-            for key, value in own.items():
-                if isinstance(before := group.get(key), torch.Tensor) and value is not None:
-                    before.fill_(value)
-                else:
-                    group[key] = value
 
 
 def _lay_out_kept(optimizers: Sequence[torch.optim.Optimizer]) -> None:

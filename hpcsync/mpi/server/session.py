@@ -105,7 +105,7 @@ class LinkedSession(RankSession):
                     self._script.adopt([piece])
             groups, together = comm.bcast(in_groups, rank), comm.bcast(of_all, rank)
             if adopts:
-                self._script.keep_in_groups(groups)
+                self._script.kept_in_groups = groups
                 self._script.keep_of_all(together)
         stated = comm.bcast(self._script.step_to_make().numbers, last)
         if self.worker is None:

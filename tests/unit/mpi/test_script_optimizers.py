@@ -487,7 +487,7 @@ def test_a_server_that_ignores_what_workers_state_is_noticed(comm, needs, folder
     needs(2)
     case = "two groups, scheduled" if broken == "numbers" else "thawing"
     if broken == "numbers":
-        monkeypatch.setattr(script_optimizers, "_set_numbers", lambda *_: None)
+        monkeypatch.setattr(script_optimizers._Groups, "set_numbers", lambda *_: None)
     else:
         monkeypatch.setattr(script_optimizers.ScriptOptimizers, "present", [True] * 6)
     found = trained(case, "bsp", comm, folder)

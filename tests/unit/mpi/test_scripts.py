@@ -223,7 +223,7 @@ def stepping_all(self: Any) -> list[bool]:
     return [p.grad is not None for p in self.flat.parameters]
 
 
-PRESENT, NUMBERS = "ScriptOptimizers.present", "_set_numbers"
+PRESENT, NUMBERS = "ScriptOptimizers.present", "_Groups.set_numbers"
 BROKEN: dict[str, tuple[str, Any]] = {
     "finetuning": (PRESENT, property(lambda self: [True] * len(self.flat.parameters))),
     "iterable": (NUMBERS, lambda *_: None),
