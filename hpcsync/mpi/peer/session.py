@@ -88,9 +88,8 @@ class PeerSession(RankSession):
             self._exchange.restore(self._resumed["exchange"])
         self._exchange.publish(1, None if self._resumed is None else self._resumed["buffers"])
         # In the other paradigms all workers are inside MPI during transfers; only an evaluation may have to wait there.
-        one_sided = self._exchange.one_sided
         self._progression = None
-        if one_sided:
+        if self._exchange.one_sided:
             self._progression = choose(self._link.comm, transport=transport, tolerant=self._tolerant)
         poll = self._progression.poll if self._progression and self._progression.kind == "hooks" else None
         trained = [p for p in self.flat.parameters if p.requires_grad]
