@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-import math
 import os
 import pwd
 import re
@@ -28,6 +27,7 @@ from typing import IO, NamedTuple
 from hpcsync.system import process_cleanup
 from hpcsync.system.interpreter import python
 from hpcsync.system.launch_output import Output
+from hpcsync.system.launched_ranks import LaunchedRanks
 from hpcsync.system.parent_death import end_with_parent
 from hpcsync.system.process_cleanup import MARK, NO_WILL, Will
 from hpcsync.system.rank_environment import (
@@ -36,7 +36,6 @@ from hpcsync.system.rank_environment import (
     SESSION_FOLDERS,
     TERMINAL,
     VIEWED,
-    expected_rank,
     expected_size,
     in_step,
     under_launcher,
@@ -102,8 +101,6 @@ OF_USERS = ("OMPI_MCA_", "OMPI_ALLOW_", "PMIX_MCA_", "PRTE_MCA_", "PRTE_ALLOW_")
 SRUN_MPI = {"Open MPI": "pmix", "CRAY MPICH": "cray_shasta", "MPICH": "pmi2"}
 
 RANKS_PER_CORE, RANKS_ANYWHERE = 8, 16  # limits without --oversubscribe: more ranks are rarely intended
-LOOK_S, LOST_S = 0.5, 2.0  # how often a start is looked at; how long ranks may take to end after each other
-HUNG_S = 10.0  # how long a launcher without ranks may wait for a lock
 STARTING_GRACE_S = 1.5  # for ranks that have not begun to train, and have nothing to save
 
 
@@ -414,10 +411,8 @@ def launch(
             raise LaunchError(f"{line[0]}: {error.strerror}") from None
         if process.stdout is not None and process.stderr is not None:
             written.forward(process.stdout, process.stderr)
-        lost = _lost_at_start(mark, listening) if suspends else lambda: False
-        passed_on = _passing_on(process, mark, listening, on_node=on_this_node(environ))
-        hung = _hung(process.pid, mark) if tolerant else lambda: False
-        timed_out = _wait(process, signums, timeout_s, passed_on, lost, hung)
+        ranks = LaunchedRanks(process, mark, listening, on_node=on_this_node(environ))
+        timed_out = _wait(ranks, signums, timeout_s, suspends=suspends, tolerant=tolerant)
         stopped = process.returncode is None
         if stopped:
             _stop(process, STARTING_GRACE_S if suspends and not listening.exists() else grace_s)
@@ -457,120 +452,30 @@ def _terminal() -> dict[str, str]:
     return {TERMINAL: str(shutil.get_terminal_size().columns)} if sys.stdout.isatty() else {}
 
 
-def _passing_on(
-    process: subprocess.Popen[bytes], mark: str, listening: Path, *, on_node: bool
-) -> Callable[[int], bool]:
-    """Return a function that forwards a signal to the ranks, and returns True if nothing else is to be done.
+def _wait(ranks: LaunchedRanks, signums: list[int], timeout_s: float | None, *, suspends: bool, tolerant: bool) -> bool:
+    """Wait until the launcher ends, a signal arrives that is not forwarded, a run loses a rank, or the time is over.
 
-    `on_node` is whether all ranks are on this node, and can be looked at.
-    """
-    suspended = False
-
-    def pass_on(signum: int) -> bool:
-        nonlocal suspended
-        if signum == signal.SIGUSR1:
-            if not on_node or _all_catch(_ranks(mark), signum):  # else it would kill ranks that have nothing to save
-                process.send_signal(signum)  # both MPI launchers forward it to all ranks
-            return True
-        if signum != signal.SIGTERM or suspended or not (told := {listener.pid for listener in listeners(listening)}):
-            return False
-        suspended = True
-        pids = [pid for pid, rank in _ranks(mark).items() if rank == 0 and pid in told and _catches(pid, signum)]
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signum)
-        return bool(pids)
-
-    return pass_on
-
-
-def _all_catch(ranks: Mapping[int, int], signum: int) -> bool:
-    """Return True if each rank, given by process, has a process with a handler of this signal."""
-    return bool(ranks) and {*ranks.values()} == {rank for pid, rank in ranks.items() if _catches(pid, signum)}
-
-
-def _catches(pid: int, signum: int) -> bool:
-    """Return True if a process has a handler of a signal, as rank 0 has while its run is under way."""
-    with contextlib.suppress(OSError):
-        caught = re.search(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-        return caught is not None and int(caught[1], 16) >> signum - 1 & 1 == 1
-    return False
-
-
-def _wait(
-    process: subprocess.Popen[bytes],
-    signums: list[int],
-    timeout_s: float | None,
-    passed_on: Callable[[int], bool] = lambda signum: False,
-    lost: Callable[[], bool] = lambda: False,
-    hung: Callable[[], bool] = lambda: False,
-) -> bool:
-    """Wait until the process ends, a signal arrives that is not forwarded, `lost` holds, or the time is over.
-
-    The process is killed if `hung` holds. Return True if the time is over.
+    A tolerant launcher that hangs is killed. Return True if the time is over.
     """
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     heard = 0
     while True:
         while heard < len(signums):
-            if not passed_on(signums[heard]):
+            if not ranks.pass_on(signums[heard]):
                 return False
             heard += 1
         try:
-            process.wait(0.1)
+            ranks.launcher.wait(0.1)
             return False
         except subprocess.TimeoutExpired:
             if deadline is not None and time.monotonic() >= deadline:
                 return True
-            if lost():
+            if suspends and ranks.lost_at_start():
                 print("hpcsync: a rank died before training began", file=sys.stderr)
                 return False
-            if hung():
+            if tolerant and ranks.hung():
                 print("hpcsync: all ranks have ended, but their launcher hangs; it is killed", file=sys.stderr)
-                process.kill()
-
-
-def _lost_at_start(mark: str, listening: Path) -> Callable[[], bool]:
-    """Return a function that is true if a rank on this node ended `LOST_S` ago and training has not begun since.
-
-    The others wait for it within MPI_Init for ever if the launcher does not end them: a tolerant one does not, and
-    MPICH's does not if the rank had not begun MPI_Init.
-    """
-    ranks: set[int] = set()
-    looked_s, missing_s = 0.0, math.inf
-
-    def lost() -> bool:
-        nonlocal ranks, looked_s, missing_s
-        now_s = time.monotonic()
-        if now_s - looked_s >= LOOK_S and not listening.exists():
-            looked_s, running = now_s, set(_ranks(mark).values())
-            missing_s = math.inf if ranks <= running else min(missing_s, now_s)
-            ranks |= running
-        return 0 in ranks and now_s - missing_s >= LOST_S and not listening.exists()
-
-    return lost
-
-
-def _hung(pid: int, mark: str) -> Callable[[], bool]:
-    """Return a function that is true if the launcher has waited for a lock for `HUNG_S` and no rank is on this node.
-
-    Open MPI's tolerant launcher may wait for ever when several ranks end at the same moment with a status other than 0
-    (5.0.11: in 3 of 12 launches in which five ranks abort): it locks an object that it has freed.
-    """
-    since_s = math.inf
-
-    def hung() -> bool:
-        nonlocal since_s
-        now_s, waits = time.monotonic(), False
-        with contextlib.suppress(OSError):  # the process has ended, or this is not Linux
-            waits = "futex" in Path(f"/proc/{pid}/wchan").read_text()
-        since_s = min(since_s, now_s) if waits else math.inf
-        if now_s - since_s < HUNG_S:
-            return False
-        since_s = now_s
-        return not _ranks(mark)
-
-    return hung
+                ranks.launcher.kill()
 
 
 def _stop(process: subprocess.Popen[bytes], grace_s: float) -> None:
@@ -585,15 +490,6 @@ def _stop(process: subprocess.Popen[bytes], grace_s: float) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-def _ranks(mark: str) -> dict[int, int]:
-    """Return the rank of each process of this launch on this node, those that ranks have started included."""
-    return {
-        pid: expected_rank(environ)
-        for pid, environ in process_cleanup.find(mark).items()
-        if environ[MARK] == mark and under_launcher(environ)
-    }
 
 
 @contextlib.contextmanager

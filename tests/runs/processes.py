@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from hpcsync.system import launcher, rank_environment
+from hpcsync.system import launched_ranks, launcher, rank_environment
 
 MARK = "HPCSYNC_TEST"
 LIMIT_S = 240.0  # on a busy machine
@@ -100,7 +100,7 @@ class Program:
         """Stop this rank, and wait until `hpcsync run` has seen it."""
         process = self.rank(rank)
         process.suspend()
-        time.sleep(4 * launcher.LOOK_S)
+        time.sleep(4 * launched_ranks.LOOK_S)
         return process
 
     def wait_for(self, sign: Callable[[Program], bool]) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hpcsync.system import launcher, process_cleanup, rank_environment
+from hpcsync.system import launched_ranks, launcher, process_cleanup, rank_environment
 from hpcsync.system.launcher import Ended, LaunchError
 from tests.unit.system.test_rank_environment import (
     BATCH,
@@ -312,7 +312,7 @@ def test_a_launcher_is_killed_that_waits_for_a_lock_without_ranks(
     (tmp_path / "mpiexec").chmod(0o755)
     monkeypatch.setenv("MPIEXEC", str(tmp_path / "mpiexec"))
     monkeypatch.setenv("waits", waits)
-    monkeypatch.setattr(launcher, "HUNG_S", 0.2)
+    monkeypatch.setattr(launched_ranks, "HUNG_S", 0.2)
     ended = launcher.launch(1, ["sleep", "4327" if waits == "with a rank" else "0"], tolerant=True)
     is_killed = waits == "for a lock"
     assert ended == Ended(128 + signal.SIGKILL if is_killed else 3)

@@ -1,0 +1,110 @@
+"""Ranks of a launch on this node, as the process sees them that has started their launcher."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+from hpcsync.system import process_cleanup
+from hpcsync.system.process_cleanup import MARK
+from hpcsync.system.rank_environment import expected_rank, under_launcher
+from hpcsync.system.signals import listeners
+
+LOOK_S, LOST_S = 0.5, 2.0  # how often a start is looked at; how long ranks may take to end after each other
+HUNG_S = 10.0  # how long a launcher without ranks may wait for a lock
+
+
+class LaunchedRanks:
+    """Ranks of a launch.
+
+    Parameters
+    ----------
+    launcher
+        Their launcher.
+    mark
+        Mark of the launch, in the environment of its processes.
+    listening
+        File to which ranks add themselves that listen (`signals.listeners`).
+    on_node
+        Whether all ranks are on this node, and can be looked at.
+    """
+
+    def __init__(self, launcher: subprocess.Popen[bytes], mark: str, listening: Path, *, on_node: bool) -> None:
+        self.launcher = launcher
+        self._mark, self._listening, self._on_node = mark, listening, on_node
+        self._suspended = False
+        self._seen: set[int] = set()  # ranks
+        self._looked_s, self._missing_s = 0.0, math.inf  # at the start; since when one of them is missing
+        self._locked_s = math.inf  # since when the launcher waits for a lock
+
+    def pass_on(self, signum: int) -> bool:
+        """Forward a signal to the ranks; return True if nothing else is to be done."""
+        if signum == signal.SIGUSR1:
+            if not self._on_node or self._all_catch(signum):  # else it would kill ranks that have nothing to save
+                self.launcher.send_signal(signum)  # both MPI launchers forward it to all ranks
+            return True
+        if signum != signal.SIGTERM or self._suspended:
+            return False
+        if not (told := {listener.pid for listener in listeners(self._listening)}):
+            return False
+        self._suspended = True
+        pids = [pid for pid, rank in self._running().items() if rank == 0 and pid in told and _catches(pid, signum)]
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signum)
+        return bool(pids)
+
+    def lost_at_start(self) -> bool:
+        """Return True if a rank on this node ended `LOST_S` ago and training has not begun since.
+
+        The others wait for it within MPI_Init for ever if the launcher does not end them: a tolerant one does not, and
+        MPICH's does not if the rank had not begun MPI_Init.
+        """
+        now_s = time.monotonic()
+        if now_s - self._looked_s >= LOOK_S and not self._listening.exists():
+            self._looked_s, running = now_s, set(self._running().values())
+            self._missing_s = math.inf if self._seen <= running else min(self._missing_s, now_s)
+            self._seen |= running
+        return 0 in self._seen and now_s - self._missing_s >= LOST_S and not self._listening.exists()
+
+    def hung(self) -> bool:
+        """Return True if the launcher has waited for a lock for `HUNG_S` and no rank is on this node.
+
+        Open MPI's tolerant launcher may wait for ever when several ranks end at the same moment with a status other
+        than 0 (5.0.11: in 3 of 12 launches in which five ranks abort): it locks an object that it has freed.
+        """
+        now_s, waits = time.monotonic(), False
+        with contextlib.suppress(OSError):  # the process has ended, or this is not Linux
+            waits = "futex" in Path(f"/proc/{self.launcher.pid}/wchan").read_text()
+        self._locked_s = min(self._locked_s, now_s) if waits else math.inf
+        if now_s - self._locked_s < HUNG_S:
+            return False
+        self._locked_s = now_s
+        return not self._running()
+
+    def _all_catch(self, signum: int) -> bool:
+        """Return True if each rank has a process with a handler of this signal."""
+        ranks = self._running()
+        return bool(ranks) and {*ranks.values()} == {rank for pid, rank in ranks.items() if _catches(pid, signum)}
+
+    def _running(self) -> dict[int, int]:
+        """Return the rank of each process of this launch on this node, those that ranks have started included."""
+        return {
+            pid: expected_rank(environ)
+            for pid, environ in process_cleanup.find(self._mark).items()
+            if environ[MARK] == self._mark and under_launcher(environ)
+        }
+
+
+def _catches(pid: int, signum: int) -> bool:
+    """Return True if a process has a handler of a signal, as rank 0 has while its run is under way."""
+    with contextlib.suppress(OSError):
+        caught = re.search(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+        return caught is not None and int(caught[1], 16) >> signum - 1 & 1 == 1
+    return False
