@@ -162,7 +162,7 @@ class Exchange(Transport, Stateful):
     def while_padding(self, pad: Callable[[float], None]) -> None:
         """Begin what overlaps with the rest of a padded computation; `pad` waits for a share of its time."""
 
-    def end_computation(self, n_samples: int, stop: bool) -> None:
+    def end_computation(self, n_samples: int) -> None:
         """End the computation of the gradient of `n_samples` samples, padding included."""
 
     def publish(self, serial: int, buffers: Mapping[str, torch.Tensor] | None = None) -> bool:
@@ -283,13 +283,14 @@ class AllReducing(Summing):
         if self._backward_share:
             self._reducer.launch_padded(lambda complete: pad(1.0 - self._backward_share * (1.0 - complete)))
 
-    def end_computation(self, n_samples: int, stop: bool) -> None:
+    def end_computation(self, n_samples: int) -> None:
         """Finish the all-reduce."""
-        self._agreed = self._reduce(n_samples, stop)
+        self._agreed = self._reduce(n_samples)
 
-    def _reduce(self, n_samples: int, stop: bool) -> Agreed:
-        halt, digest = self._link.halt_requested, self._digest
-        agreed = self._reducer.finish(n_samples > 0, stop, n_samples, halt=halt, digest=digest * (n_samples > 0))
+    def _reduce(self, n_samples: int) -> Agreed:
+        link, digest = self._link, self._digest * (n_samples > 0)
+        stop, halt = link.stop_requested, link.halt_requested
+        agreed = self._reducer.finish(n_samples > 0, stop, n_samples, halt=halt, digest=digest)
         correction = 1.0
         if self._division is not None:
             correction = self._division.correction(agreed.n_contributing, agreed.n_samples)
@@ -303,7 +304,7 @@ class AllReducing(Summing):
         """Make the step along the mean gradient; complete the sum if no computation has ended with it."""
         agreed, self._agreed = self._agreed, None
         if agreed is None:  # of a worker whose loop has ended: the replicas stay equal
-            agreed = self._reduce(counts.n_samples, counts.stop)
+            agreed = self._reduce(counts.n_samples)
         if agreed.n_steps:
             self._step_together(agreed, lr, contributes=counts.n_samples > 0)
         cost = self._reducer.reduced

@@ -223,7 +223,7 @@ class PeerSession(RankSession):
         self._computed = Computed(ended.batch_size, *times, ended.computed_s, ended.load_s)
         self._link.phases.enter(self._exchange.phase)
         self._link.poll_commands()
-        self._exchange.end_computation(ended.batch_size, self._link.stop_requested)
+        self._exchange.end_computation(ended.batch_size)
 
     def _advance(self, n_samples: int) -> ExchangeResult:
         """Advance by one iteration of `n_samples` samples; 0 after a synchronous worker's last own iteration."""
