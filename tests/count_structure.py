@@ -9,7 +9,8 @@ prints, for each checkout (by default this one):
 - the records that hold a push (fields `loss` and `local_steps`, or a field of such a record) and those that hold a
   grant (field `commit_s`, or a field of such a record): classes, tables of the trace, and messages that are declared
   rather than derived from a class;
-- lines of the workers' and peers' halves of both engines, of what they share, and of what all sessions of ranks share;
+- lines of the workers' and peers' halves of both engines (Stanza's left out), of what they share, and of what all
+  sessions of ranks share;
 - `isinstance` and `case` on the options of a paradigm outside of `hpcsync/paradigms`.
 
 A checkout may be any commit since the folders have their present names; it needs no environment of its own.
@@ -33,9 +34,10 @@ from typing import Any
 HERE = Path(__file__).resolve().parent.parent
 ENGINES = """
     mpi/server/worker.py mpi/server/session.py mpi/server/local_steps.py
-    mpi/peer/session.py mpi/peer/exchange.py mpi/peer/gossip.py mpi/peer/factory.py
+    mpi/peer/session.py mpi/peer/exchange.py mpi/peer/gossip.py mpi/peer/pairs.py mpi/peer/factory.py
     simulator/run.py simulator/server_run.py simulator/server_numerics.py
-    simulator/peer_run.py simulator/sync_peers.py simulator/gossip.py simulator/peer_numerics.py simulator/factory.py
+    simulator/peer_run.py simulator/sync_peers.py simulator/gossip.py simulator/pairs.py simulator/peer_numerics.py
+    simulator/factory.py
 """.split()
 SHARED = """
     core/worker_machine.py core/peer_machine.py paradigms/peer_method.py
