@@ -34,6 +34,7 @@ from hpcsync.system import garbage, gpu_selection, launcher, loader_processes, r
 from hpcsync.system.atomic_files import NotWritten
 from hpcsync.system.launch_output import print_at_once
 from hpcsync.system.process_cleanup import unlink_attached
+from hpcsync.system.signals import telling_that_mpi_starts
 from hpcsync.training.buffers import Calibrate
 from hpcsync.training.flat_model import device_of
 from hpcsync.training.optimizers import OptimizerSpec
@@ -441,7 +442,8 @@ def world() -> MPI.Intracomm | None:
     if "mpi4py.MPI" not in sys.modules:  # MPI reads its settings once
         os.environ.update({**launcher.settings_of_rank(os.environ), **os.environ})
     try:
-        from mpi4py import MPI
+        with telling_that_mpi_starts():
+            from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         why = str(error).partition("\n")[0]
         raise launcher.LaunchError(f"mpi4py: {why}; hpcsync doctor says what to install or to load") from None

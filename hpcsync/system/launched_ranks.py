@@ -14,7 +14,7 @@ from pathlib import Path
 from hpcsync.system import process_cleanup
 from hpcsync.system.process_cleanup import MARK
 from hpcsync.system.rank_environment import expected_rank, under_launcher
-from hpcsync.system.signals import listeners
+from hpcsync.system.signals import listeners, waiting_for_all
 
 LOOK_S, LOST_S = 0.5, 2.0  # how often a start is looked at; how long ranks may take to end after each other
 HUNG_S = 10.0  # how long a launcher without ranks may wait for a lock
@@ -27,19 +27,35 @@ class LaunchedRanks:
     ----------
     launcher
         Their launcher.
+    n_ranks
+        Number of ranks.
     mark
         Mark of the launch, in the environment of its processes.
     listening
         File to which ranks add themselves that listen (`signals.listeners`).
+    suspends
+        Whether they start a run, which all of them do. Ranks of another program may do without MPI, and end when they
+        like; those of a script tell when they begin to wait for all others (`signals.telling_that_mpi_starts`).
     on_node
         Whether all ranks are on this node, and can be looked at.
     """
 
-    def __init__(self, launcher: subprocess.Popen[bytes], mark: str, listening: Path, *, on_node: bool) -> None:
+    def __init__(
+        self,
+        launcher: subprocess.Popen[bytes],
+        n_ranks: int,
+        mark: str,
+        listening: Path,
+        *,
+        suspends: bool,
+        on_node: bool,
+    ) -> None:
         self.launcher = launcher
-        self._mark, self._listening, self._on_node = mark, listening, on_node
+        self._mark, self._listening, self._suspends, self._on_node = mark, listening, suspends, on_node
         self._suspended = False
         self._seen: set[int] = set()  # ranks
+        # While others wait for all, those that are not there any more have ended before they were looked at.
+        self._expected = set(range(n_ranks)) if on_node and not suspends else set()
         self._looked_s, self._missing_s = 0.0, math.inf  # at the start; since when one of them is missing
         self._locked_s = math.inf  # since when the launcher waits for a lock
 
@@ -61,17 +77,20 @@ class LaunchedRanks:
         return bool(pids)
 
     def lost_at_start(self) -> bool:
-        """Return True if a rank on this node ended `LOST_S` ago and training has not begun since.
+        """Return True if a rank on this node ended `LOST_S` ago and others have waited for it since.
 
         The others wait for it within MPI_Init for ever if the launcher does not end them: a tolerant one does not, and
         MPICH's does not if the rank had not begun MPI_Init.
         """
         now_s = time.monotonic()
-        if now_s - self._looked_s >= LOOK_S and not self._listening.exists():
+        if now_s - self._looked_s >= LOOK_S and self._starts():
             self._looked_s, running = now_s, set(self._running().values())
+            self._seen |= running.union(self._expected if running else ())
             self._missing_s = math.inf if self._seen <= running else min(self._missing_s, now_s)
-            self._seen |= running
-        return 0 in self._seen and now_s - self._missing_s >= LOST_S and not self._listening.exists()
+        return 0 in self._seen and now_s - self._missing_s >= LOST_S and self._starts()
+
+    def _starts(self) -> bool:
+        return not self._listening.exists() if self._suspends else waiting_for_all(self._listening).exists()
 
     def hung(self) -> bool:
         """Return True if the launcher has waited for a lock for `HUNG_S` and no rank is on this node.

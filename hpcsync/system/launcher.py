@@ -411,8 +411,8 @@ def launch(
             raise LaunchError(f"{line[0]}: {error.strerror}") from None
         if process.stdout is not None and process.stderr is not None:
             written.forward(process.stdout, process.stderr)
-        ranks = LaunchedRanks(process, mark, listening, on_node=on_this_node(environ))
-        timed_out = _wait(ranks, signums, timeout_s, suspends=suspends, tolerant=tolerant)
+        ranks = LaunchedRanks(process, n, mark, listening, suspends=suspends, on_node=on_this_node(environ))
+        timed_out = _wait(ranks, signums, timeout_s, tolerant=tolerant)
         stopped = process.returncode is None
         if stopped:
             _stop(process, STARTING_GRACE_S if suspends and not listening.exists() else grace_s)
@@ -452,7 +452,7 @@ def _terminal() -> dict[str, str]:
     return {TERMINAL: str(shutil.get_terminal_size().columns)} if sys.stdout.isatty() else {}
 
 
-def _wait(ranks: LaunchedRanks, signums: list[int], timeout_s: float | None, *, suspends: bool, tolerant: bool) -> bool:
+def _wait(ranks: LaunchedRanks, signums: list[int], timeout_s: float | None, *, tolerant: bool) -> bool:
     """Wait until the launcher ends, a signal arrives that is not forwarded, a run loses a rank, or the time is over.
 
     A tolerant launcher that hangs is killed. Return True if the time is over.
@@ -470,7 +470,7 @@ def _wait(ranks: LaunchedRanks, signums: list[int], timeout_s: float | None, *, 
         except subprocess.TimeoutExpired:
             if deadline is not None and time.monotonic() >= deadline:
                 return True
-            if suspends and ranks.lost_at_start():
+            if ranks.lost_at_start():
                 print("hpcsync: a rank died before training began", file=sys.stderr)
                 return False
             if tolerant and ranks.hung():

@@ -140,6 +140,27 @@ def listeners(path: Path) -> list[Listener]:
     return []
 
 
+@contextmanager
+def telling_that_mpi_starts() -> Iterator[None]:
+    """Let the process that launched the ranks know that this one waits for all others within MPI_Init."""
+    if LISTENING not in os.environ:
+        yield
+        return
+    waiting = waiting_for_all(Path(os.environ[LISTENING]))
+    with suppress(OSError):  # on another host
+        waiting.touch()
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            waiting.unlink()  # all others are there
+
+
+def waiting_for_all(listening: Path) -> Path:
+    """Return the file beside that of `LISTENING` that exists while ranks wait within MPI_Init."""
+    return listening.with_name("starting-mpi")
+
+
 def tell_listening(folder: Path) -> None:
     """Tell the process that launched the ranks that rank 0 now ends the run in this folder in order on a signal."""
     if LISTENING in os.environ:

@@ -14,6 +14,11 @@ import pytest
 from hpcsync.system import launcher, rank_environment
 from tests.runs.processes import RANK_VARIABLES, ended, started
 
+WITHOUT_RANK_1 = (
+    "from hpcsync.api.connect import world; from hpcsync.system.rank_environment import expected_rank\n"
+    "if expected_rank() == 1: raise KeyError('lost')\n"
+    "{}"
+)
 # A rank that is up says so at once: MPICH mixes what comes in pieces.
 HANG = "import os, time; from mpi4py import MPI; os.write(1, b'ready\\n'); time.sleep({})"
 
@@ -55,6 +60,19 @@ def test_one_rank_s_exception_ends_all(capfd: pytest.CaptureFixture[str]) -> Non
     ended = launcher.launch(3, ["python", "-m", "mpi4py", "-c", code], timeout_s=200)
     assert ended.status not in (0, launcher.TIMED_OUT)
     assert "KeyError: 'lost'" in capfd.readouterr().err
+
+
+def test_a_rank_that_fails_before_connect_ends_all(capfd: pytest.CaptureFixture[str]) -> None:
+    """The others would wait for it within MPI_Init."""
+    ended = launcher.launch(3, ["python", "-c", WITHOUT_RANK_1.format("world()")], timeout_s=200)
+    assert ended.status not in (0, launcher.TIMED_OUT)
+    assert "KeyError: 'lost'" in capfd.readouterr().err
+
+
+def test_ranks_without_mpi_end_when_they_like() -> None:
+    waiting = f"import time; time.sleep({2 * launcher.LOST_S})"
+    late = WITHOUT_RANK_1.format(waiting).replace("raise KeyError('lost')", "raise SystemExit")
+    assert launcher.launch(3, ["python", "-c", late], timeout_s=200).status == 0
 
 
 def test_one_rank_s_violent_death_ends_all() -> None:
