@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from hpcsync.system import launcher, rank_environment
+from hpcsync.system.launched_ranks import LOST_S
 from tests.runs.processes import RANK_VARIABLES, ended, started
 
 WITHOUT_RANK_1 = (
@@ -70,7 +71,7 @@ def test_a_rank_that_fails_before_connect_ends_all(capfd: pytest.CaptureFixture[
 
 
 def test_ranks_without_mpi_end_when_they_like() -> None:
-    waiting = f"import time; time.sleep({2 * launcher.LOST_S})"
+    waiting = f"import time; time.sleep({2 * LOST_S})"
     late = WITHOUT_RANK_1.format(waiting).replace("raise KeyError('lost')", "raise SystemExit")
     assert launcher.launch(3, ["python", "-c", late], timeout_s=200).status == 0
 

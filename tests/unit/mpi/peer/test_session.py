@@ -125,7 +125,7 @@ def test_an_inbox_has_more_slots_where_adding_costs_more(comm, needs, window_byt
     link, flat = PeerChannel(comm, 1, torch.float64), FlatModel(model)
     link.backoff.one_node = one_node
     optimizer, layers = OptimizerSpec.of_job(this), Layers(comm, model)
-    inbox = Pushing(Setup(this, create_method(this), link, flat, optimizer, layers))
+    inbox = Pushing(Setup(this, create_method(this), link, flat, optimizer, layers, lambda: False, lambda: None))
     assert copies(comm, window_bytes) == {n_slots}
     inbox.free()
     link.free()
