@@ -173,7 +173,7 @@ def _run(
                     parent.rmdir()
     began = _inode(folder / layout.TRACE) not in (None, trace_before)  # a run that resumes writes another file
     restarts = job.cluster.on_death == "restart" and ended.signum is None
-    status, died = _concluded(folder, ended, began=began)
+    status, died = _concluded(folder, ended, began=began, may_restart=restarts)
     newest = checkpoints.newest(folder)
     if died and restarts:
         made = checkpoints.number_of(newest) > checkpoints.number_of(None if before is None else before.checkpoint)
@@ -195,8 +195,8 @@ def _inode(path: Path) -> int | None:
     return None
 
 
-def _concluded(folder: Path, ended: launcher.Ended, *, began: bool) -> tuple[int, bool]:
-    """Close the trace that the ranks of a run have left; return the exit status, and whether a rank was killed.
+def _concluded(folder: Path, ended: launcher.Ended, *, began: bool, may_restart: bool) -> tuple[int, bool]:
+    """Settle what the ranks of a run have left; return the exit status, and whether a rank was killed.
 
     If they have not begun a trace, that of an earlier start stays as it is.
     """
@@ -214,7 +214,7 @@ def _concluded(folder: Path, ended: launcher.Ended, *, began: bool) -> tuple[int
     if ended.status == TO_BE_RESUMED:
         return 1 if ended.signum == signal.SIGINT else TO_BE_RESUMED, False
     status = "failed" if ended.signum is None else "interrupted"
-    before = unfinished.close_trace(folder, status)
+    before = unfinished.close(folder, status, may_restart=may_restart)
     return TO_BE_RESUMED if ended.signum == signal.SIGTERM else 1, killed or before == "running"
 
 

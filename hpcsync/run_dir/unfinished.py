@@ -9,14 +9,17 @@ from pathlib import Path
 from hpcsync.run_dir import checkpoint, layout, status_file
 
 
-def close(folder: Path, status: str) -> None:
-    """Write the status of a run, "failed" or "interrupted", into its status file and trace, unless the ranks have."""
-    status_file.settle(folder, status)
-    close_trace(folder, status)
+def close(folder: Path, status: str, *, may_restart: bool = False) -> str | None:
+    """Write the status of a run into its trace and status file, if the ranks could not, and print where the trace is.
 
-
-def close_trace(folder: Path, status: str) -> str | None:
-    """Write the status of a run into its trace, if the ranks did not, and print where the trace is.
+    Parameters
+    ----------
+    folder
+        Folder of the run.
+    status
+        "failed" or "interrupted".
+    may_restart
+        Whether its ranks may be started again: the status file then stays as it is, so that `hpcsync watch` waits.
 
     Returns
     -------
@@ -26,6 +29,8 @@ def close_trace(folder: Path, status: str) -> str | None:
     from hpcsync.trace.reader import TraceError, settle  # not where runs end well: it imports h5py
 
     trace = folder / layout.TRACE
+    if not may_restart:
+        status_file.settle(folder, status)
     try:
         if before := settle(trace, status):
             print(f"hpcsync: {status}; the trace so far is {trace}", file=sys.stderr)

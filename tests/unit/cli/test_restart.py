@@ -85,7 +85,7 @@ def test_who_watches_waits_until_it_is_not_restarted(tmp_path, monkeypatch, n_le
     FOLDER.mkdir(parents=True)
     made, _ = writer(FOLDER)
     made.close("running")
-    assert unfinished.close_trace(FOLDER, "failed") is None
+    assert unfinished.close(FOLDER, "failed", may_restart=True) is None
     seen = []
     monkeypatch.setattr(cli.allocation, "left", lambda n: seen.append(read(FOLDER).status) or Left(n_left, {}))
     monkeypatch.setattr(cli, "_run", lambda *_, **__: seen.append(read(FOLDER).status) or next(ends))

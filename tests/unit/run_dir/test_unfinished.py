@@ -32,21 +32,22 @@ def statuses(folder: Path) -> tuple[str, str]:
     return load(folder / "trace.h5").status, status_file.read(folder).status
 
 
-def test_a_run_whose_ranks_were_killed_is_closed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("may_restart", "watched"), [(False, "failed"), (True, "running")])
+def test_a_run_whose_ranks_were_killed_is_closed_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], may_restart: bool, watched: str
+) -> None:
     folder = ended_early(tmp_path / "run")
-    assert unfinished.close_trace(folder, "failed") == "interrupted"
+    assert unfinished.close(folder, "failed", may_restart=may_restart) == "interrupted"
     assert capsys.readouterr().err == f"hpcsync: failed; the trace so far is {folder / 'trace.h5'}\n"
-    assert statuses(folder) == ("failed", "running"), "it may be started again"
-    unfinished.close(folder, "failed")
-    assert statuses(folder) == ("failed", "failed")
-    assert unfinished.close_trace(folder, "failed") is None
+    assert statuses(folder) == ("failed", watched)
+    assert unfinished.close(folder, "failed") is None
     assert capsys.readouterr().err == ""
 
 
 def test_a_trace_that_cannot_be_closed_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert unfinished.close_trace(tmp_path, "failed") is None and capsys.readouterr().err == "", "no trace is no error"
+    assert unfinished.close(tmp_path, "failed") is None and capsys.readouterr().err == "", "no trace is no error"
     (tmp_path / "trace.h5").write_text("something else")
-    assert unfinished.close_trace(tmp_path, "failed") is None
+    assert unfinished.close(tmp_path, "failed") is None
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"hpcsync: {tmp_path / 'trace.h5'}: ")
 
