@@ -13,10 +13,13 @@ from pathlib import Path
 
 from hpcsync.system import process_cleanup
 from hpcsync.system.process_cleanup import MARK
-from hpcsync.system.rank_environment import expected_rank, under_launcher
+from hpcsync.system.rank_environment import all_on_node, expected_rank, expected_size, under_launcher
 from hpcsync.system.signals import listeners, waiting_for_all
 
 LOOK_S, LOST_S = 0.5, 2.0  # how often a start is looked at; how long ranks may take to end after each other
+SCRIPT_LOST_S = (
+    10.0  # those of a script, some of which cannot be looked at: a process may change what /proc shows of it
+)
 HUNG_S = 10.0  # how long a launcher without ranks may wait for a lock
 
 
@@ -27,8 +30,6 @@ class LaunchedRanks:
     ----------
     launcher
         Their launcher.
-    n_ranks
-        Number of ranks.
     mark
         Mark of the launch, in the environment of its processes.
     listening
@@ -43,7 +44,6 @@ class LaunchedRanks:
     def __init__(
         self,
         launcher: subprocess.Popen[bytes],
-        n_ranks: int,
         mark: str,
         listening: Path,
         *,
@@ -54,8 +54,6 @@ class LaunchedRanks:
         self._mark, self._listening, self._suspends, self._on_node = mark, listening, suspends, on_node
         self._suspended = False
         self._seen: set[int] = set()  # ranks
-        # While others wait for all, those that are not there any more have ended before they were looked at.
-        self._expected = set(range(n_ranks)) if on_node and not suspends else set()
         self._looked_s, self._missing_s = 0.0, math.inf  # at the start; since when one of them is missing
         self._locked_s = math.inf  # since when the launcher waits for a lock
 
@@ -77,17 +75,25 @@ class LaunchedRanks:
         return bool(pids)
 
     def lost_at_start(self) -> bool:
-        """Return True if a rank on this node ended `LOST_S` ago and others have waited for it since.
+        """Return True if a rank on this node ended `LOST_S`, of a script `SCRIPT_LOST_S`, ago and others wait for it.
 
-        The others wait for it within MPI_Init for ever if the launcher does not end them: a tolerant one does not, and
-        MPICH's does not if the rank had not begun MPI_Init.
+        They wait within MPI_Init for ever if the launcher does not end them: a tolerant one does not, and MPICH's does
+        not if the rank had not begun MPI_Init. A rank of a script may end before it is looked at.
         """
         now_s = time.monotonic()
-        if now_s - self._looked_s >= LOOK_S and self._starts():
-            self._looked_s, running = now_s, set(self._running().values())
-            self._seen |= running.union(self._expected if running else ())
+        if not self._starts():
+            self._missing_s = math.inf
+        elif now_s - self._looked_s >= LOOK_S:
+            self._looked_s, found = now_s, self._environments().values()
+            running = {expected_rank(environ) for environ in found}
+            self._seen |= running
+            if not self._suspends:
+                self._seen |= {
+                    *range(max((expected_size(each) or 0 for each in found if all_on_node(each)), default=0))
+                }
             self._missing_s = math.inf if self._seen <= running else min(self._missing_s, now_s)
-        return 0 in self._seen and now_s - self._missing_s >= LOST_S and self._starts()
+        lost_s = LOST_S if self._suspends else SCRIPT_LOST_S
+        return 0 in self._seen and now_s - self._missing_s >= lost_s and self._starts()
 
     def _starts(self) -> bool:
         return not self._listening.exists() if self._suspends else waiting_for_all(self._listening).exists()
@@ -114,11 +120,11 @@ class LaunchedRanks:
 
     def _running(self) -> dict[int, int]:
         """Return the rank of each process of this launch on this node, those that ranks have started included."""
-        return {
-            pid: expected_rank(environ)
-            for pid, environ in process_cleanup.find(self._mark).items()
-            if environ[MARK] == self._mark and under_launcher(environ)
-        }
+        return {pid: expected_rank(environ) for pid, environ in self._environments().items()}
+
+    def _environments(self) -> dict[int, dict[str, str]]:
+        found = process_cleanup.find(self._mark).items()
+        return {pid: environ for pid, environ in found if environ[MARK] == self._mark and under_launcher(environ)}
 
 
 def _catches(pid: int, signum: int) -> bool:

@@ -349,7 +349,8 @@ def launch(
         File for the output of the ranks; the command line is then not printed.
     suspends : bool
         If True, the program is a run. Before its rank 0 listens the ranks have nothing to save, and are ended after
-        `STARTING_GRACE_S` instead of `grace_s`; they are also ended soon after one of them has ended.
+        `STARTING_GRACE_S` instead of `grace_s`; they are also ended soon after one of them has ended. The ranks of
+        another program are ended a while after one has ended for which others wait in `connect`.
     tolerant : bool
         If True, ranks continue when another one dies.
     given : mapping, optional
@@ -411,7 +412,7 @@ def launch(
             raise LaunchError(f"{line[0]}: {error.strerror}") from None
         if process.stdout is not None and process.stderr is not None:
             written.forward(process.stdout, process.stderr)
-        ranks = LaunchedRanks(process, n, mark, listening, suspends=suspends, on_node=on_this_node(environ))
+        ranks = LaunchedRanks(process, mark, listening, suspends=suspends, on_node=on_this_node(environ))
         timed_out = _wait(ranks, signums, timeout_s, tolerant=tolerant)
         stopped = process.returncode is None
         if stopped:
@@ -426,7 +427,7 @@ def launch(
         return Ended(TIMED_OUT, None, True, runs)
     signum = next((signum for signum in signums if signum != signal.SIGUSR1), None)
     status = process.returncode if process.returncode >= 0 else 128 - process.returncode
-    if stopped and signum is None and status == TO_BE_RESUMED:
+    if stopped and signum is None and status in (0, TO_BE_RESUMED):
         status = 1  # of the ranks that were told to end because another one had
     return Ended(128 + signum if stopped and signum and status == 0 else status, signum, runs=runs)
 

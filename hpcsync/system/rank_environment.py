@@ -71,6 +71,12 @@ def local_rank(environ: Mapping[str, str] = os.environ) -> int:
     return next((int(environ[name]) for name in names if name in environ), 0)
 
 
+def all_on_node(environ: Mapping[str, str]) -> bool:
+    """Return True if the launcher of MPICH or Open MPI says that all ranks are on this process's node."""
+    names = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+    return str(expected_size(environ)) in [environ.get(name) for name in names]
+
+
 def is_viewed() -> bool:
     """Return True if the process that has started this rank shows the status of the run."""
     return VIEWED in os.environ

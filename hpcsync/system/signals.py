@@ -6,6 +6,7 @@ import atexit
 import json
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -143,17 +144,15 @@ def listeners(path: Path) -> list[Listener]:
 @contextmanager
 def telling_that_mpi_starts() -> Iterator[None]:
     """Let the process that launched the ranks know that this one waits for all others within MPI_Init."""
-    if LISTENING not in os.environ:
+    if LISTENING not in os.environ or "mpi4py.MPI" in sys.modules:
         yield
         return
     waiting = waiting_for_all(Path(os.environ[LISTENING]))
     with suppress(OSError):  # on another host
         waiting.touch()
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            waiting.unlink()  # all others are there
+    yield
+    with suppress(OSError):
+        waiting.unlink()  # all others are there
 
 
 def waiting_for_all(listening: Path) -> Path:

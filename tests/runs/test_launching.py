@@ -11,8 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hpcsync.system import launcher, rank_environment
-from hpcsync.system.launched_ranks import LOST_S
+from hpcsync.system import launched_ranks, launcher, rank_environment
 from tests.runs.processes import RANK_VARIABLES, ended, started
 
 WITHOUT_RANK_1 = (
@@ -63,6 +62,12 @@ def test_one_rank_s_exception_ends_all(capfd: pytest.CaptureFixture[str]) -> Non
     assert "KeyError: 'lost'" in capfd.readouterr().err
 
 
+@pytest.fixture
+def _soon_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launched_ranks, "SCRIPT_LOST_S", 1.0)
+
+
+@pytest.mark.usefixtures("_soon_lost")
 def test_a_rank_that_fails_before_connect_ends_all(capfd: pytest.CaptureFixture[str]) -> None:
     """The others would wait for it within MPI_Init."""
     ended = launcher.launch(3, ["python", "-c", WITHOUT_RANK_1.format("world()")], timeout_s=200)
@@ -70,8 +75,9 @@ def test_a_rank_that_fails_before_connect_ends_all(capfd: pytest.CaptureFixture[
     assert "KeyError: 'lost'" in capfd.readouterr().err
 
 
+@pytest.mark.usefixtures("_soon_lost")
 def test_ranks_without_mpi_end_when_they_like() -> None:
-    waiting = f"import time; time.sleep({2 * LOST_S})"
+    waiting = "import time; time.sleep(4)"
     late = WITHOUT_RANK_1.format(waiting).replace("raise KeyError('lost')", "raise SystemExit")
     assert launcher.launch(3, ["python", "-c", late], timeout_s=200).status == 0
 
