@@ -7,7 +7,7 @@ theta + mu v, the point at which the gradient is taken, whereas other workers re
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -203,6 +203,10 @@ class Outer(Stateful):
             self._weights = self._parameter.data  # in the same memory
             self._optimizer = OptimizerSpec("sgd", options.pop("lr"), options).build(self._parameter)
             self._optimizer_state = OptimizerState(self._optimizer)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore a state; before format 8 it has weights without an outer optimizer, too."""
+        super().restore({**state, "weights": None} if self._optimizer is None else state)
 
     def step(self, mean: torch.Tensor) -> None:
         """Replace the mean, shape (size,), in place by the next weights of all workers."""

@@ -259,6 +259,7 @@ def test_local_sgd_takes_the_mean_itself():
         assert torch.equal(mean, before)
     assert outer.state() == {"weights": None, "optimizer_state": None}
     outer.restore({"weights": vectors(1)[0], "optimizer_state": None})  # of a checkpoint up to format 7
+    assert outer.state()["weights"] is None
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
