@@ -232,6 +232,7 @@ def job(name: str, method: Method, workers: int, unevenness: float, slowest: flo
     }
     if paradigm["name"] == "local-sgd":
         table["cluster"]["servers"] = 0
+        del table["cluster"]["network"]["server_bandwidth_gbit"]
     return Job.from_table(table | ({} if method.codec is None else {"compression": dict(method.codec)}))
 
 
