@@ -17,9 +17,7 @@ from hpcsync.system.rank_environment import all_on_node, expected_rank, expected
 from hpcsync.system.signals import listeners, waiting_for_all
 
 LOOK_S, LOST_S = 0.5, 2.0  # how often a start is looked at; how long ranks may take to end after each other
-SCRIPT_LOST_S = (
-    10.0  # those of a script, some of which cannot be looked at: a process may change what /proc shows of it
-)
+SCRIPT_LOST_S = 10.0  # those of a script: a process may hide its environment, and then looks as if it had ended
 HUNG_S = 10.0  # how long a launcher without ranks may wait for a lock
 
 
@@ -42,13 +40,7 @@ class LaunchedRanks:
     """
 
     def __init__(
-        self,
-        launcher: subprocess.Popen[bytes],
-        mark: str,
-        listening: Path,
-        *,
-        suspends: bool,
-        on_node: bool,
+        self, launcher: subprocess.Popen[bytes], mark: str, listening: Path, *, suspends: bool, on_node: bool
     ) -> None:
         self.launcher = launcher
         self._mark, self._listening, self._suspends, self._on_node = mark, listening, suspends, on_node
@@ -87,10 +79,9 @@ class LaunchedRanks:
             self._looked_s, found = now_s, self._environments().values()
             running = {expected_rank(environ) for environ in found}
             self._seen |= running
-            if not self._suspends:
-                self._seen |= {
-                    *range(max((expected_size(each) or 0 for each in found if all_on_node(each)), default=0))
-                }
+            for environ in found:
+                if not self._suspends and all_on_node(environ):
+                    self._seen |= {*range(expected_size(environ) or 0)}
             self._missing_s = math.inf if self._seen <= running else min(self._missing_s, now_s)
         lost_s = LOST_S if self._suspends else SCRIPT_LOST_S
         return 0 in self._seen and now_s - self._missing_s >= lost_s and self._starts()
