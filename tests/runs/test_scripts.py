@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -24,6 +25,7 @@ import torch
 from torch.utils.data import DataLoader
 from tests.scripts_before import BATCH, RESNET, resnet
 
+torch.set_default_dtype(torch.float64)
 (model,), data, others = resnet(RESNET, 2)
 loader = DataLoader(data, BATCH, shuffle=True, num_workers=2)
 RESNET.train(model, loader, paradigm="{paradigm}", out="out", **others)
@@ -81,7 +83,15 @@ def check(program: Program, folder: Path, name: str) -> None:
     assert [found for found in audit(trace) if not found.passed] == []
 
 
+@pytest.fixture
+def _float64() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.once
+@pytest.mark.usefixtures("_float64")
 @pytest.mark.parametrize("paradigm", ["bsp", "allreduce"])
 def test_loading_with_processes_changes_nothing(tmp_path: Path, paradigm: str) -> None:
     """In float64, with images changed as their index says."""
