@@ -232,8 +232,8 @@ every_paradigm = pytest.mark.parametrize("paradigm", EVERY, ids=lambda each: "-"
 def test_a_mistake_of_the_script_ends_the_run(tmp_path, paradigm, mistake, said):
     stanza = paradigm["name"] == "stanza"  # which finds it out earlier: layers above the cut wait for those below
     errors = (JobError, RuntimeError) if stanza else JobError
-    earlier = "separated layers" + "|Found dtype" * (mistake == "double")  # the second by torch 2.6
-    with pytest.raises(errors, match=f"{earlier}|{said}" if stanza else said) as caught:
+    earlier = ["separated layers"] + ["Found dtype"] * (mistake == "double" and torch.__version__.startswith("2.6."))
+    with pytest.raises(errors, match="|".join([*earlier, said]) if stanza else said) as caught:
         train(paradigm, tmp_path / "run", mistake)
     assert "\n" not in str(caught.value)
     assert load(tmp_path / "run" / "trace.h5").status == "failed"
