@@ -44,7 +44,7 @@ class LaunchedRanks:
     ) -> None:
         self.launcher = launcher
         self._mark, self._listening, self._suspends, self._on_node = mark, listening, suspends, on_node
-        self._suspended = False
+        self._was_told = False  # rank 0, to end in order
         self._seen: set[int] = set()  # ranks
         self._looked_s, self._missing_s = 0.0, math.inf  # at the start; since when one of them is missing
         self._locked_s = math.inf  # since when the launcher waits for a lock
@@ -55,11 +55,11 @@ class LaunchedRanks:
             if not self._on_node or self._all_catch(signum):  # else it would kill ranks that have nothing to save
                 self.launcher.send_signal(signum)  # both MPI launchers forward it to all ranks
             return True
-        if signum != signal.SIGTERM or self._suspended:
+        if signum != signal.SIGTERM or self._was_told:
             return False
         if not (told := {listener.pid for listener in listeners(self._listening)}):
             return False
-        self._suspended = True
+        self._was_told = True
         pids = [pid for pid, rank in self._running().items() if rank == 0 and pid in told and _catches(pid, signum)]
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -67,7 +67,7 @@ class LaunchedRanks:
         return bool(pids)
 
     def lost_at_start(self) -> bool:
-        """Return True if a rank on this node ended `LOST_S`, of a script `SCRIPT_LOST_S`, ago and others wait for it.
+        """Return True if others wait for a rank on this node that ended `LOST_S` ago, or `SCRIPT_LOST_S` in a script.
 
         They wait within MPI_Init for ever if the launcher does not end them: a tolerant one does not, and MPICH's does
         not if the rank had not begun MPI_Init. A rank of a script may end before it is looked at.

@@ -128,7 +128,7 @@ class _Groups:
 
     @property
     def kept_in_groups(self) -> KeptInGroups:
-        """The values of these keys; those of a server or of a checkpoint may be set."""
+        """The values of `own_keys` in each group; those of a server or of a checkpoint can be assigned."""
         return [
             [
                 {
