@@ -74,7 +74,8 @@ class PeerMachine(Stateful):
     transport
         Its engine.
     evaluated
-        True if synchronous workers publish their weights when an evaluation is due.
+        True if weights are evaluated during the run: synchronous workers publish theirs when that is due, others theirs
+        after every step.
 
     Attributes
     ----------
@@ -93,8 +94,8 @@ class PeerMachine(Stateful):
     # Between iterations; synchronous workers are at an exchange.
     state_types = {"iteration": int, "samples": int, "_evaluations": EvaluationSchedule, "lockstep": Lockstep}
     __slots__ = (
-        "_evaluations", "_lr", "_n_samples", "_n_takers", "_n_workers", "_rate", "agreed", "iteration", "lockstep",
-        "method", "n_steps", "samples", "stopped", "transport", "update", "worker",
+        "_evaluations", "_lr", "_n_samples", "_n_takers", "_n_workers", "_publishes", "_rate", "agreed", "iteration",
+        "lockstep", "method", "n_steps", "samples", "stopped", "transport", "update", "worker",
     )  # fmt: skip
 
     def __init__(
@@ -116,8 +117,8 @@ class PeerMachine(Stateful):
         self._n_workers = job.cluster.workers
         self._n_takers = len(job.takers)
         self._lr, self._rate = learning_rate(job), worker_rate(job)  # of the shared model, and of a replica
-        evaluated = evaluated and method.synchronous
-        self._evaluations = EvaluationSchedule(job.evaluation.every_samples if evaluated else 0)
+        self._publishes = evaluated or method.transport == "published"
+        self._evaluations = EvaluationSchedule(job.evaluation.every_samples * (evaluated and method.synchronous))
 
     # ---- an iteration ----
 
@@ -189,6 +190,11 @@ class PeerMachine(Stateful):
         Synchronous workers publish the same iteration under the same number.
         """
         return 2 + (self.lockstep.updates if self.method.synchronous else self.iteration)
+
+    @property
+    def step_serial(self) -> int:
+        """Serial number under which an asynchronous step is published; 0 if nobody reads it."""
+        return self.serial if self._publishes else 0
 
     @property
     def in_step(self) -> bool:

@@ -100,7 +100,7 @@ class PairwiseAverages(PeerMethod):
     def iterate(self, worker: PeerState, lr: float, round: int | None) -> Actions:
         """Average if it is due, step, and publish."""
         result = ExchangeResult() if round is None else (yield from self.exchange(worker, round))
-        n_received, n_steps = yield worker.transport.step_shared(worker.worker, lr, worker.serial)
+        n_received, n_steps = yield worker.transport.step_shared(worker.worker, lr, worker.step_serial)
         return result._replace(n_received=result.n_received + n_received, weight=n_steps)
 
     def exchange(self, worker: PeerState, round: int) -> Actions:

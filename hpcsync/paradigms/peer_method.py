@@ -204,6 +204,8 @@ class Transport:
     def step_shared(self, worker: int, lr: float, serial: int) -> Any:
         """Make a local step on the weights as others have left them, as one atomic operation; to be yielded.
 
+        Publish the weights under a serial number other than 0.
+
         Returns
         -------
         n_averaged : int
@@ -265,8 +267,8 @@ class PeerState(Protocol):
         Number of the worker.
     update
         Its weights.
-    serial
-        Serial number of its weights.
+    step_serial
+        Serial number under which an asynchronous step is published; 0 if nobody reads it.
     transport
         Its engine.
     n_steps
@@ -282,7 +284,7 @@ class PeerState(Protocol):
     agreed: Agreed | None
 
     @property
-    def serial(self) -> int: ...  # noqa: D102
+    def step_serial(self) -> int: ...  # noqa: D102
 
 
 class PeerMethod:
@@ -326,7 +328,7 @@ class PeerMethod:
     def iterate(self, worker: PeerState, lr: float, round: int | None) -> Actions:
         """End an asynchronous worker's iteration; `round` is None if no exchange is due."""
         # Published with this step, but without the coming exchange.
-        worker.transport.step(worker.worker, lr, worker.serial)
+        worker.transport.step(worker.worker, lr, worker.step_serial)
         return without_exchange() if round is None else self.exchange(worker, round)
 
     def absorb_rest(self, update: LocalUpdate, received: Any) -> float:

@@ -13,7 +13,7 @@ from hpcsync.mpi.transport import messages
 from hpcsync.mpi.transport.backoff import Backoff
 from hpcsync.mpi.transport.clock import Clock
 from hpcsync.mpi.transport.messages import Inbox, Outbox
-from hpcsync.mpi.transport.published_replica import PublishedReplica
+from hpcsync.mpi.transport.published_replica import PEERS_ROWS, PublishedReplica
 from hpcsync.mpi.transport.tensor_window import HOST, Transport
 from hpcsync.mpi.transport.ulfm import Deaths
 from hpcsync.mpi.transport.worker_state import WorkerStates
@@ -39,8 +39,8 @@ class PeerChannel:
         True if the run continues after the death of a worker.
     buffer_words
         Words of the model's buffers, which are published with the weights.
-    peers_read
-        Whether workers read each other's published weights; otherwise only the evaluation does.
+    published_rows
+        Rows for the published weights, by who reads them; see `PublishedReplica`.
 
     Attributes
     ----------
@@ -57,7 +57,7 @@ class PeerChannel:
         *,
         tolerant: bool = False,
         buffer_words: int = 0,
-        peers_read: bool = True,
+        published_rows: int = PEERS_ROWS,
     ) -> None:
         self.comm = comm.Dup()
         self.transport = transport
@@ -65,7 +65,7 @@ class PeerChannel:
         self.died: list[int] = []  # workers, until the session removes them from its exchange
         self.backoff = Backoff(self.comm, passive=transport.passive, deaths=self.deaths)
         extra = buffer_words * WORD_BYTES // dtype.itemsize
-        self.published = PublishedReplica(self.comm, size, dtype, transport, extra=extra, peers_read=peers_read)
+        self.published = PublishedReplica(self.comm, size, dtype, transport, extra=extra, n_rows=published_rows)
         self.phases = WorkerStates(self.comm, one_node=self.backoff.one_node)
         self.clock: Clock
         self.stop_requested = False

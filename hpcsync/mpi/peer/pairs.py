@@ -71,9 +71,10 @@ class Pairing(Exchange):
         return True
 
     def step_shared(self, worker: int, lr: float, serial: int) -> tuple[int, float]:
-        """Step and publish."""
+        """Step; publish under a serial number other than 0."""
         n_averaged = self._step_on_shared(lr)
-        self.publish(serial)
+        if serial:
+            self.publish(serial)
         return n_averaged, self._n_steps
 
     def _step_on_shared(self, lr: float) -> int:

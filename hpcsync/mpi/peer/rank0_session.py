@@ -84,11 +84,10 @@ class Rank0Session(PeerSession):
 
         def read(worker: int, into: torch.Tensor, weight: torch.Tensor | None, buffers: torch.Tensor | None) -> bool:
             extra = None if buffers is None else buffers.view(into.dtype)
-            while (found := published.read(worker, into, reader, weight, extra)) != (serial or found):
-                if found > (serial or 0):
-                    return False
+            while serial is not None and published.serial_of(worker, reader) < serial:
                 time.sleep(1e-3)  # about to be published; at the end, if not before, a later one is published
-            return True
+            found = published.read(worker, into, reader, weight, extra)
+            return serial is None or found == serial
 
         return read
 

@@ -24,6 +24,7 @@ from hpcsync.mpi.session_base import Given, RankSession
 from hpcsync.mpi.transport import cuda, messages
 from hpcsync.mpi.transport.backoff import Backoff
 from hpcsync.mpi.transport.progress_engine import choose
+from hpcsync.mpi.transport.published_replica import EVALUATED_ROWS, PEERS_ROWS, UNREAD_ROWS
 from hpcsync.mpi.transport.ulfm import survivors
 from hpcsync.paradigms.peer_method import ExchangeResult
 from hpcsync.paradigms.stanza import StanzaOptions
@@ -62,6 +63,9 @@ class PeerSession(RankSession):
         run = checkpoints.state(RUN)
         self._monitor: Monitor | None = None  # on rank 0
         method = create_method(job)
+        # A script may give an evaluation to rank 0 alone.
+        evaluated = comm.bcast(given.evaluate is not None) and job.evaluation.every_samples > 0
+        peers_read = method.transport == "published"
         self._link = PeerChannel(
             comm,
             self.flat.size,
@@ -69,7 +73,7 @@ class PeerSession(RankSession):
             transport,
             tolerant=self._tolerant,
             buffer_words=self._buffers.n_words,
-            peers_read=method.transport == "published",
+            published_rows=PEERS_ROWS if peers_read else EVALUATED_ROWS if evaluated else UNREAD_ROWS,
         )
         self._division = create_batch_division(job)
         if not method.synchronous:  # if the run was resumed with fewer workers, the last ones are missing
@@ -83,7 +87,7 @@ class PeerSession(RankSession):
             self._overlaps, self._end_of_backward, self._division,
         )  # fmt: skip
         self._exchange = TRANSPORTS[method.transport](setup)
-        self._machine = PeerMachine(job, self.rank, method, self._exchange.peer, self._exchange)
+        self._machine = PeerMachine(job, self.rank, method, self._exchange.peer, self._exchange, evaluated=evaluated)
         if self._resumed is not None:
             self._exchange.restore(self._resumed["exchange"])
         self._exchange.publish(1, None if self._resumed is None else self._resumed["buffers"])

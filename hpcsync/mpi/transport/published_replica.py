@@ -34,8 +34,9 @@ from mpi4py import MPI
 from hpcsync.mpi.transport.tensor_window import HOST, Transport
 from hpcsync.mpi.transport.window import Freed, Window
 
-ROWS = 3  # one current, one to fill, one for slow readers
-UNREAD_ROWS = 2  # if ranks do not read each other: one current, one to fill; the evaluation may still read it
+PEERS_ROWS = 3  # if ranks read each other: one current, one to fill, one for slow readers
+EVALUATED_ROWS = 2  # if the evaluation alone reads: one current, one to fill, which it may still read
+UNREAD_ROWS = 1  # if nobody reads before the last publication
 CURRENT = 0  # index of the word
 
 
@@ -56,9 +57,10 @@ class PublishedReplica(Freed):
         Transport of the replicas.
     extra
         Elements published with each replica, which only some readers want; as many on every rank.
-    peers_read
-        Whether ranks read each other's replicas. Otherwise one reader reads at a time, and a publication is refused
-        only while that still reads the one before the current one.
+    n_rows
+        Rows of memory. With `EVALUATED_ROWS` one reader reads at a time, and a publication is refused only while that
+        still reads the one before the current one. With `UNREAD_ROWS` a publication overwrites the one before: nobody
+        may read before the last one.
 
     Attributes
     ----------
@@ -79,10 +81,10 @@ class PublishedReplica(Freed):
         transport: Transport = HOST,
         *,
         extra: int = 0,
-        peers_read: bool = True,
+        n_rows: int = PEERS_ROWS,
     ) -> None:
-        self._rank, self._n_ranks = comm.rank, comm.size
-        self._sizes, self._n_rows = comm.allgather(size), ROWS if peers_read else UNREAD_ROWS
+        self._rank, self._n_ranks, self._n_rows = comm.rank, comm.size, n_rows
+        self._sizes = comm.allgather(size)
         self._size, self._extra = size, extra
         self._length = size + extra + 1  # of a row; the weight comes last
         self._rows = transport.window(comm, self._n_rows * self._length, dtype)
@@ -205,9 +207,20 @@ class PublishedReplica(Freed):
         self._say_reading(reader, 0)
         return serial
 
+    def serial_of(self, peer: int, reader: int) -> int:
+        """Return the serial number of what a `read` would copy."""
+        self._say_reading(reader, 1 + peer)
+        row = self._claim(peer)
+        serial = int(self._words.get_word(peer, self._serials + row))
+        self._finish(peer, row)
+        self._say_reading(reader, 0)
+        return serial
+
     # ---- the owner's side ----
 
     def _free_row(self) -> int | None:
+        if self._n_rows == UNREAD_ROWS:
+            return self._current
         row = self._unclaimed()
         if row is None and self._dead:
             self._discount_the_dead()

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hpcsync.mpi.transport import cuda, published_replica
-from hpcsync.mpi.transport.published_replica import PublishedReplica
+from hpcsync.mpi.transport.published_replica import EVALUATED_ROWS, PEERS_ROWS, UNREAD_ROWS, PublishedReplica
 from hpcsync.mpi.transport.tensor_window import HOST
 
 SIZE = (1 << 19) + 3
@@ -184,9 +184,9 @@ def test_a_reader_that_looks_before_it_claims_copies_it(comm, monkeypatch):
     assert copies_what_is_being_filled(comm)
 
 
-@pytest.mark.parametrize("peers_read", [True, False])
-def test_without_a_free_row_the_last_publication_stands(comm, peers_read):
-    with PublishedReplica(comm, 5, torch.float64, peers_read=peers_read) as exposed:
+@pytest.mark.parametrize("n_rows", [PEERS_ROWS, EVALUATED_ROWS])
+def test_without_a_free_row_the_last_publication_stands(comm, n_rows):
+    with PublishedReplica(comm, 5, torch.float64, n_rows=n_rows) as exposed:
         slow = exposed._n_rows - 1  # readers, each of which holds another publication
         for reader in range(slow):
             assert exposed.publish(filled(reader + 1))
@@ -212,15 +212,17 @@ def test_before_the_first_publication_there_are_zeros(comm):
         comm.Barrier()
 
 
+@pytest.mark.parametrize("n_rows", [PEERS_ROWS, UNREAD_ROWS])
 @pytest.mark.parametrize("size", [1, 7, 1001])
-def test_all_ranks_read_all_ranks(comm, size, transport):
+def test_all_ranks_read_all_ranks(comm, size, n_rows, transport):
     counting = torch.arange(size, dtype=torch.float32, device=transport.device)
-    with PublishedReplica(comm, size, torch.float32, transport) as exposed:
+    with PublishedReplica(comm, size, torch.float32, transport, n_rows=n_rows) as exposed:
         for turn in range(1, 6):
             assert exposed.publish(counting + 100 * comm.rank + turn, weight=turn / 2)
             comm.Barrier()
             for peer in range(comm.size):
                 into, weight = torch.zeros_like(counting), torch.zeros_like(counting[:1])
+                assert exposed.serial_of(peer, comm.rank) == turn
                 assert exposed.read(peer, into, weight=weight) == turn
                 assert (into == counting + 100 * peer + turn).all() and weight == turn / 2
             comm.Barrier()

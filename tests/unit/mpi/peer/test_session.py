@@ -28,6 +28,7 @@ from hpcsync.mpi.peer.gossip import Pushing
 from hpcsync.mpi.rank0.run_recorder import RunRecorder
 from hpcsync.mpi.transport import shm_budget
 from hpcsync.mpi.transport.backoff import Backoff
+from hpcsync.mpi.transport.published_replica import PublishedReplica
 from hpcsync.paradigms.records import ALL_PEERS, NO_PEER
 from hpcsync.planning.batch_allocation import Estimate
 from hpcsync.simulator import sync_peers
@@ -74,14 +75,14 @@ def job(paradigm: dict[str, Any], workers: int, **tables: dict[str, Any]) -> Job
 
 # ---- memory that ranks share ----
 
-COPIES = {
-    "allreduce": {2 + 1},  # rows that the evaluation reads, and the gradient
-    "local-sgd": {2 + 1},  # and what is averaged
-    "permutation": {2 + 1},  # and a peer's model
-    "pull": {3},
-    "push-sum": {2 + 2},  # and slots
-    "push": {2 + 2},
-    "ad-psgd": {2, 2 + 2},  # and a pair of rows on workers that share theirs
+COPIES = {  # besides rows that the evaluation reads
+    "allreduce": {1},  # the gradient
+    "local-sgd": {1},  # what is averaged
+    "permutation": {1},  # a peer's model
+    "pull": {0},
+    "push-sum": {2},  # slots
+    "push": {2},
+    "ad-psgd": {0, 2},  # a pair of rows on workers that share theirs
 }
 
 
@@ -108,11 +109,38 @@ def copies(comm, window_bytes: Counter[int]) -> set[int]:
     return {round(window_bytes[rank] / (8 * N_FEATURES)) for rank in range(comm.size)}
 
 
+@pytest.mark.parametrize("every_samples", [100, 0])
 @pytest.mark.parametrize("paradigm", COPIES)
-def test_windows_hold_so_many_copies_of_the_model(comm, needs, folder, window_bytes, paradigm):
+def test_windows_hold_so_many_copies_of_the_model(comm, needs, folder, window_bytes, paradigm, every_samples):
     needs(2)
-    on_some(comm, job(PARADIGMS[paradigm], comm.size, **LARGE), folder)
-    assert copies(comm, window_bytes) == COPIES[paradigm]
+    on_some(comm, job(PARADIGMS[paradigm], comm.size, evaluation={"every_samples": every_samples}, **LARGE), folder)
+    n_rows = 3 if paradigm == "pull" else 2 if every_samples else 1
+    assert copies(comm, window_bytes) == {n_rows + others for others in COPIES[paradigm]}
+
+
+@pytest.mark.parametrize("evaluated", ["by all", "by rank 0", "by none"])
+@pytest.mark.parametrize("paradigm", ["allreduce", "pull", "push", "ad-psgd"])
+def test_weights_are_published_if_somebody_reads_them(comm, needs, folder, monkeypatch, paradigm, evaluated):
+    needs(2)
+    published: Counter[int] = Counter()
+    publish = PublishedReplica.publish
+
+    def counting(self: PublishedReplica, *args: Any) -> bool:
+        published[self._rank] += 1
+        return publish(self, *args)
+
+    monkeypatch.setattr(PublishedReplica, "publish", counting)
+    model, data = torch.nn.Linear(3, 1), torch.utils.data.TensorDataset(torch.ones(12 * comm.size, 3))
+    optimizer, options = torch.optim.SGD(model.parameters(), lr=0.1), {**PARADIGMS[paradigm], "every_samples": 1}
+    if evaluated == "by all" or (evaluated == "by rank 0" and comm.rank == 0):
+        options["evaluate"] = lambda model: (1.0, 0.5)
+    with hpcsync.connect(model, optimizer, options.pop("name"), comm=comm, out=folder / "run", **options) as sync:
+        for (x,) in sync.shard(data, batch_size=2):
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            sync.step(0.0)
+    during_the_run = published[comm.rank] > 2  # at its begin and its end
+    assert during_the_run == (evaluated != "by none" or paradigm == "pull")
 
 
 @pytest.mark.parametrize(

@@ -33,9 +33,10 @@ class Readers(RuleBasedStateMachine):
 
     @initialize(n_ranks=st.integers(2, 4), n_rows=st.integers(2, 4))
     def begin(self, n_ranks: int, n_rows: int) -> None:
-        published_replica.ROWS = n_rows
         self.memory = Memory(n_ranks)
-        self.replicas = [self.replica_class(comm, 2, torch.float64, FakeTransport()) for comm in self.memory.comms]
+        self.replicas = [
+            self.replica_class(comm, 2, torch.float64, FakeTransport(), n_rows=n_rows) for comm in self.memory.comms
+        ]
         self.readers = list(range(1, n_ranks + 1))  # the last one is the evaluator
         self.calls: dict[int, Call] = {}  # by reader; 0 publishes
         self.seen = dict.fromkeys(self.readers, 0)  # what each reader must see at least
@@ -116,7 +117,6 @@ class Readers(RuleBasedStateMachine):
 @pytest.fixture(autouse=True)
 def _fake_windows(monkeypatch):
     monkeypatch.setattr(published_replica, "Window", FakeWindow)
-    monkeypatch.setattr(published_replica, "ROWS", 2)  # a machine sets its own
 
 
 def test_no_order_of_operations_tears_a_read():
@@ -168,8 +168,8 @@ class AnnouncesTooEarly(SteppedReplica):
 
 
 class DoesNotReleaseRows(SteppedReplica):
-    def __init__(self, *args) -> None:
-        super().__init__(*args)
+    def __init__(self, *args, **rows) -> None:
+        super().__init__(*args, **rows)
         self._rows.release = lambda begin, end: None
 
 
