@@ -61,14 +61,14 @@ class PairSimulation(PeerSimulation):
 
     def __init__(self, *of_every_run: Any) -> None:
         super().__init__(*of_every_run)
-        updates: Sequence[Any] = self._numerics.updates
-        self._updates = updates
-        self._gradients: list[Model] = [None] * len(updates)  # of the iterations that end
-        self._n_steps = [0.0] * len(updates)  # contained in the weights of a worker, as it knows them
-        self._shared = [
-            _Shared(copied(update.shown())) if state.machine.method.shares(worker) else None
-            for worker, (update, state) in enumerate(zip(updates, self._workers, strict=True))
-        ]
+        self._updates: Sequence[Any] = self._numerics.updates
+        self._gradients: list[Model] = [None] * len(self._updates)  # of the iterations that end
+        self._n_steps = [0.0] * len(self._updates)  # contained in the weights of a worker, as it knows them
+        self._shared = {
+            worker: _Shared(copied(self._updates[worker].shown()))
+            for worker, state in enumerate(self._workers)
+            if state.machine.method.shares(worker)
+        }
 
     def _compute(self, worker: int) -> float:
         loss = super()._compute(worker)
@@ -83,7 +83,7 @@ class PairSimulation(PeerSimulation):
         return PENDING
 
     def _asked(self, worker: int, peer: int) -> None:
-        asked_s, shared = self._loop.now_s, self._at(peer)
+        asked_s, shared = self._loop.now_s, self._shared[peer]
 
         def read() -> None:
             self._workers[worker].exchange_s += self._loop.now_s - asked_s
@@ -93,13 +93,13 @@ class PairSimulation(PeerSimulation):
             read()
 
     def _read(self, worker: int, peer: int) -> None:
-        shared = self._at(peer)
+        shared = self._shared[peer]
         mean = self._updates[worker].meet(shared.model)
         n_steps = self._n_steps[worker] = (self._n_steps[worker] + shared.n_steps) * 0.5
         self._links.send(worker, peer, self._written, worker, peer, mean, n_steps)
 
     def _written(self, worker: int, peer: int, mean: Model, n_steps: float) -> None:
-        shared = self._at(peer)
+        shared = self._shared[peer]
         shared.model, shared.n_steps = mean, n_steps
         shared.n_averaged += 1
         self._links.message(self._resume, worker, True)
@@ -109,7 +109,7 @@ class PairSimulation(PeerSimulation):
 
     def step_shared(self, worker: int, lr: float, serial: int) -> Any:
         """Step once the worker has its own weights; no worker reads what it would publish."""
-        shared, state = self._shared[worker], self._workers[worker]
+        shared, state = self._shared.get(worker), self._workers[worker]
         if shared is None:
             return 0, self._stepped(worker, lr)
 
@@ -140,12 +140,7 @@ class PairSimulation(PeerSimulation):
 
     def rest(self, worker: int) -> Received | None:
         """Return the weights as others have left them after the owner's last step."""
-        shared = self._shared[worker]
+        shared = self._shared.get(worker)
         if shared is None or not shared.n_averaged:
             return None
         return Received(shared.model, shared.n_averaged, shared.n_steps)
-
-    def _at(self, peer: int) -> _Shared:
-        shared = self._shared[peer]
-        assert shared is not None, f"worker {peer} does not share its weights"
-        return shared

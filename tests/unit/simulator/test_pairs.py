@@ -195,7 +195,7 @@ def test_an_average_of_one_side_only_is_caught(monkeypatch):
         pairs.PairSimulation,
         "_written",
         lambda self, worker, peer, mean, n_steps: written(
-            self, worker, peer, self._at(peer).model, self._at(peer).n_steps
+            self, worker, peer, self._shared[peer].model, self._shared[peer].n_steps
         ),
     )
     assert failing(traced()) == {ATOMIC}
@@ -206,7 +206,7 @@ def test_unequal_shares_are_caught(monkeypatch):
     read = pairs.PairSimulation._read
 
     def uneven(self: Any, worker: int, peer: int) -> None:
-        before, theirs = self._n_steps[worker], self._at(peer).n_steps
+        before, theirs = self._n_steps[worker], self._shared[peer].n_steps
         read(self, worker, peer)
         self._n_steps[worker] = 0.75 * before + 0.25 * theirs
 
