@@ -72,24 +72,21 @@ class Pairing(Exchange):
 
     def step_shared(self, worker: int, lr: float, serial: int) -> tuple[int, float]:
         """Step; publish under a serial number other than 0."""
-        n_averaged = self._step_on_shared(lr)
+        self._flat.gather_gradient()
+        n_averaged = 0
+        if self._shares:
+            with self._pairs.held():
+                found = self._pairs.load()
+                if n_averaged := found.n_averaged:
+                    self.peer.adopt(found.vector)
+                    self._n_steps = found.scalar
+                self._make_step(lr)
+                self._pairs.store(self.peer.shown(), self._n_steps)
+        else:
+            self._make_step(lr)
         if serial:
             self.publish(serial)
         return n_averaged, self._n_steps
-
-    def _step_on_shared(self, lr: float) -> int:
-        self._flat.gather_gradient()
-        if not self._shares:
-            self._make_step(lr)
-            return 0
-        with self._pairs.held():
-            found = self._pairs.load()
-            if found.n_averaged:
-                self.peer.adopt(found.vector)
-                self._n_steps = found.scalar
-            self._make_step(lr)
-            self._pairs.store(self.peer.shown(), self._n_steps)
-        return found.n_averaged
 
     def _make_step(self, lr: float) -> None:
         self._step(lr)
