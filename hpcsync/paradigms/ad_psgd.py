@@ -39,13 +39,13 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from hpcsync.paradigms.gossip import PeerSelection
+from hpcsync.paradigms.gossip import Gossip, PeerSelection
 from hpcsync.paradigms.options import Count, ParadigmOptions, every
 from hpcsync.paradigms.papers import ICML, Reference, meeting
-from hpcsync.paradigms.peer_method import Actions, ExchangeResult, LocalUpdate, PeerMethod, PeerState
+from hpcsync.paradigms.peer_method import Actions, ExchangeResult, LocalUpdate, PeerState
 
 TOPOLOGIES = ("complete", "ring", "exponential")
 
@@ -80,22 +80,10 @@ class BipartiteSelection(PeerSelection):
         return [passive[(ahead + place) % len(passive)] for place in places]
 
 
-class PairwiseAverages(PeerMethod):
-    """An average of an active worker with a passive one, and a step of every worker on what its weights are then.
-
-    Parameters
-    ----------
-    peers
-        Selection of the peers.
-    period
-        Iterations of an active worker from one average to the next.
-    """
+class PairwiseAverages(Gossip):
+    """An average of an active worker with a passive one, and a step of every worker on what its weights are then."""
 
     transport = "pairs"
-    synchronous = False
-
-    def __init__(self, peers: BipartiteSelection, period: int = 1) -> None:
-        self.peers, self.period = peers, period
 
     def iterate(self, worker: PeerState, lr: float, round: int | None) -> Actions:
         """Average if it is due, step, and publish."""
@@ -120,11 +108,6 @@ class PairwiseAverages(PeerMethod):
     def shares(self, worker: int) -> bool:
         """Return whether the worker is passive."""
         return not is_active(worker)
-
-    def forget(self, worker: int) -> None:
-        """Exclude a worker from the draws."""
-        if worker not in self.peers.dead:
-            self.peers = replace(self.peers, dead=(*self.peers.dead, worker))
 
 
 LIAN = Reference(
