@@ -79,17 +79,18 @@ class PeerSession(RankSession):
         if not method.synchronous:  # if the run was resumed with fewer workers, the last ones are missing
             for missing in range(comm.size, job.cluster.workers):
                 method.forget(missing)
-        if self._resumed is not None:
-            built(BatchDivision | None, self._resumed["division"], self._division)
-            built(Estimator | None, self._resumed["estimator"], self._estimator)
         setup = Setup(
             job, method, self._link, self.flat, self._optimizer, self._layers,
             self._overlaps, self._end_of_backward, self._division,
         )  # fmt: skip
         self._exchange = TRANSPORTS[method.transport](setup)
         self._machine = PeerMachine(job, self.rank, method, self._exchange.peer, self._exchange, evaluated=evaluated)
-        if self._resumed is not None:
+        if run is not None and self._resumed is not None:
+            built(BatchDivision | None, self._resumed["division"], self._division)
+            built(Estimator | None, self._resumed["estimator"], self._estimator)
             self._exchange.restore(self._resumed["exchange"])
+            self._machine.restore(self._resumed["machine"])
+            self._machine.resume(comm.size, run["evaluated"])
         self._exchange.publish(1, None if self._resumed is None else self._resumed["buffers"])
         # In the other paradigms all workers are inside MPI during transfers; only an evaluation may have to wait there.
         self._progression = None
@@ -106,9 +107,6 @@ class PeerSession(RankSession):
         self._n_passes = 0  # made since the last step
         self._may_reduce = True  # outside of `no_sync`
         self._computed: Computed | None = None  # the last one until its step; a script may draw the next batch before
-        if run is not None and self._resumed is not None:
-            self._machine.restore(self._resumed["machine"])
-            self._machine.resume(comm.size, run["evaluated"])
 
     # ---- training ----
 
