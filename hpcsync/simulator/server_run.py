@@ -118,7 +118,6 @@ class ServerSimulation(Simulation):
         self._evaluate_if_wanted()
 
     def _finish(self) -> None:
-        self.coordinator.close()
         self._numerics.finish(self.coordinator.trained_by)
 
     def _begin(self, worker: int, granted_s: float) -> None:
