@@ -107,12 +107,7 @@ class Gradients:
 
     def all_buffers(self) -> list[torch.Tensor]:
         """Return the buffers of all workers."""
-        return [self.buffers(worker) for worker in range(len(self._contexts))] if self.has_buffers else []
-
-    @property
-    def has_buffers(self) -> bool:
-        """Whether the model has buffers."""
-        return self._buffers.n_words > 0
+        return [self.buffers(worker) for worker in range(len(self._contexts))]
 
 
 def worker_batches(job: Job, workload: Workload, worker: int) -> Iterator[Any]:
