@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any
 
 from hpcsync.config.job import Job
 from hpcsync.core.peer_coordinator import ring_bytes
-from hpcsync.core.stanza_resolution import divided
+from hpcsync.core.stanza_resolution import divided, options
 from hpcsync.paradigms.peer_method import PENDING, Agreed, ExchangeResult, StepCounts
 from hpcsync.paradigms.records import ALL_PEERS
-from hpcsync.paradigms.stanza import StanzaOptions
 from hpcsync.simulator.peer_numerics import NullNumerics
 from hpcsync.simulator.peer_run import PeerSimulation
 from hpcsync.simulator.stanza_numerics import TwoHalves
@@ -96,12 +95,11 @@ class StanzaSimulation(PeerSimulation):
     _numerics: TwoHalves | NullNumerics
 
     def __init__(self, job: Job, workload: Workload, *of_every_run: Any) -> None:
-        options = cast("StanzaOptions", job.paradigm)
         self._model = model = divided(job, workload)
         super().__init__(job, workload, *of_every_run)
         groups, shape = job.groups, model.shape
         self.attributes = shape.attributes()
-        forward, backward, above = options.shares
+        forward, backward, above = options(job).shares
         forward_bytes, backward_bytes = shape.activation_bytes + shape.label_bytes, shape.activation_bytes
         self._fc = _Group(groups.fc, shape.fc_bytes, backward_bytes, 0.0, above, is_fc=True)
         self._convolution = _Group(groups.convolution, shape.conv_bytes, forward_bytes, forward, backward, is_fc=False)
@@ -114,7 +112,7 @@ class StanzaSimulation(PeerSimulation):
             for source, partners in enumerate(self._partners)
             for target in partners
         }
-        self._n_pieces = options.micro_batches
+        self._n_pieces = options(job).micro_batches
         for state, group in zip(self._workers, self._group_of, strict=True):
             state.step_s = state.step_s * group.size_bytes / self._links.size_bytes
         self._last = math.inf  # iteration

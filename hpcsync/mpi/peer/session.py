@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,6 +14,7 @@ from hpcsync.config.errors import JobError, shown
 from hpcsync.core.peer_coordinator import BatchDivision, create_batch_division
 from hpcsync.core.peer_machine import Computed, PeerMachine, create_method
 from hpcsync.core.session import Asked, Batches
+from hpcsync.core.stanza_resolution import options
 from hpcsync.mpi.collectives.model_parts import Layers, SeparatedLayers
 from hpcsync.mpi.peer.channel import PeerChannel
 from hpcsync.mpi.peer.exchange import AllReducing, Averaging, Exchange, Setup, Swapping
@@ -27,7 +28,6 @@ from hpcsync.mpi.transport.progress_engine import choose
 from hpcsync.mpi.transport.published_replica import EVALUATED_ROWS, PEERS_ROWS, UNREAD_ROWS
 from hpcsync.mpi.transport.ulfm import survivors
 from hpcsync.paradigms.peer_method import ExchangeResult
-from hpcsync.paradigms.stanza import StanzaOptions
 from hpcsync.planning.batch_allocation import Estimate
 from hpcsync.planning.speed_estimator import Estimator
 from hpcsync.run_dir.checkpoint import RUN
@@ -58,7 +58,7 @@ class PeerSession(RankSession):
         self._estimator = estimator(job, comm.rank)  # before the clock starts: it takes seconds
         layers = Layers(comm, given.model)
         if job.paradigm.separates_layers:
-            layers = SeparatedLayers(comm, given.model, cast("StanzaOptions", job.paradigm).cut, job.groups)
+            layers = SeparatedLayers(comm, given.model, options(job).cut, job.groups)
         super().__init__(given, layers)
         run = checkpoints.state(RUN)
         self._monitor: Monitor | None = None  # on rank 0

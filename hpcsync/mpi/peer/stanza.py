@@ -23,13 +23,13 @@ import torch
 from hpcsync.config.errors import JobError, shown
 from hpcsync.config.job import Script
 from hpcsync.core.iterations import Iterations
+from hpcsync.core.stanza_resolution import options
 from hpcsync.mpi.collectives.model_parts import SeparatedLayers
 from hpcsync.mpi.peer.activation_exchange import ActivationExchange, Rows
 from hpcsync.mpi.peer.exchange import Setup, Summing
 from hpcsync.mpi.transport import cuda
 from hpcsync.paradigms.peer_method import Agreed, ExchangeResult, StepCounts
 from hpcsync.paradigms.records import ALL_PEERS
-from hpcsync.paradigms.stanza import StanzaOptions
 from hpcsync.planning.split_cost import Shape
 from hpcsync.training.flat_model import trainable
 from hpcsync.training.loading import Ordered, Source
@@ -49,13 +49,12 @@ class StanzaExchange(Summing):
     one_sided = True
 
     def __init__(self, setup: Setup) -> None:
-        job, layers = setup.job, cast("SeparatedLayers", setup.layers)
-        options = cast("StanzaOptions", job.paradigm)
+        job, layers, stanza = setup.job, cast("SeparatedLayers", setup.layers), options(setup.job)
         super().__init__(setup, layers.group, lambda: self._overlaps)
-        self._layers, self._groups, self._pieces = layers, layers.groups, options.micro_batches
-        self._cut = options.cut
+        self._layers, self._groups, self._pieces = layers, layers.groups, stanza.micro_batches
+        self._cut = stanza.cut
         # Duration of a piece as a share of an iteration of the whole model.
-        forward, backward, above = options.shares
+        forward, backward, above = stanza.shares
         self._forward_share, self._backward_share = forward / self._pieces, backward / self._pieces
         self._fc_share = above / self._pieces
         self._prepared: list[Any] | None = None  # shapes and dtypes of the batches
