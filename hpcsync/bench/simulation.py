@@ -16,7 +16,7 @@ import torch
 from hpcsync.bench.event_loop import BARE, bare, random_delays
 from hpcsync.bench.figures import Figure, in_turn
 from hpcsync.config.job import Job, Script
-from hpcsync.core.assignments import create_paradigm
+from hpcsync.core.assignments import decision_fields
 from hpcsync.simulator import cluster
 from hpcsync.simulator.server_run import ServerSimulation
 from hpcsync.trace.writer import TraceWriter
@@ -117,13 +117,12 @@ def simulate(job: Job) -> tuple[int, float]:
     The final evaluation is left out.
     """
     workload = replace(build(job), evaluate=None)
-    paradigm = create_paradigm(job)
     virtual = cluster.build(job, workload)
     with (
         tempfile.TemporaryDirectory() as folder,
-        TraceWriter(Path(folder) / "trace.h5", {}, paradigm.decision_fields) as trace,
+        TraceWriter(Path(folder) / "trace.h5", {}, decision_fields(job)) as trace,
     ):
-        simulation = ServerSimulation(job, workload, virtual, paradigm, trace)
+        simulation = ServerSimulation(job, workload, virtual, trace)
         begin_s = time.perf_counter()
         simulation.run()
         trace.flush()

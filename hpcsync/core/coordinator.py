@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from hpcsync.config.job import Job, Script, Stop
-from hpcsync.core.assignments import Assignments, create_assignments
+from hpcsync.core.assignments import Assignments, create_assignments, create_paradigm
 from hpcsync.core.straggler_detector import StragglerDetector
 from hpcsync.paradigms.base import Paradigm
 from hpcsync.paradigms.events import (
@@ -518,10 +518,10 @@ def own_rate(infos: Sequence[PushInfo | StepInfo]) -> float:
     return rates[0] if len(set(rates)) == 1 else sum(rates) / len(rates)
 
 
-def coordinate(job: Job, paradigm: Paradigm, trace: Recorder, stalls: StragglerDetector | None = None) -> Coordinator:
+def coordinate(job: Job, trace: Recorder, stalls: StragglerDetector | None = None) -> Coordinator:
     """Create the coordinator of a run of this job, with a new paradigm of the job."""
     return Coordinator(
-        paradigm,
+        create_paradigm(job),
         trace,
         n_workers=job.cluster.workers,
         lr=_rate(job),

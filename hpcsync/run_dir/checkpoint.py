@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 from hpcsync.config.errors import JobError, shown
 from hpcsync.config.job import Job, used
-from hpcsync.core.assignments import create_paradigm
 from hpcsync.core.coordinator import Coordinator, NoRecorder, coordinate
 from hpcsync.core.peer_coordinator import PeerCoordinator
 from hpcsync.report.wording import plural
@@ -268,7 +267,7 @@ def _difference(key: str, old: Any, new: Any) -> tuple[str, Any, Any]:
 def _coordinator(job: Job) -> Coordinator | PeerCoordinator:
     """Return a new coordinator of the job that records nothing."""
     trace = NoRecorder()
-    return coordinate(job, create_paradigm(job), trace) if job.has_servers else PeerCoordinator(job, trace)
+    return coordinate(job, trace) if job.has_servers else PeerCoordinator(job, trace)
 
 
 def _numbered(folder: Path) -> list[Path]:

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from hpcsync.audit.check import Check, Part, check_all
 from hpcsync.audit.server_recount import Recount
 from hpcsync.config.job import Job, Script
-from hpcsync.core.assignments import create_assignments, create_paradigm
+from hpcsync.core.assignments import create_assignments
 from hpcsync.core.coordinator import AccumulateCommand, Command, NoRecorder, Recorder, UpdateCommand, coordinate
 from hpcsync.core.job_validation import check
 from hpcsync.core.stanza_resolution import resolved
@@ -142,7 +142,7 @@ class _Served:
     def __init__(self, trace: Trace, job: Job, workload: Workload) -> None:
         self._recount = Recount(trace)
         self._job, self._finished = job, trace.finished
-        self._coordinator = coordinate(job, create_paradigm(job), NoRecorder())
+        self._coordinator = coordinate(job, NoRecorder())
         self._numerics = Numerics(job, workload)
         self._grants = list(create_assignments(job).first)
         self._version = 0

@@ -26,7 +26,6 @@ from hpcsync.core.coordinator import (
 from hpcsync.core.device_speed import Device, encode_s, update_s
 from hpcsync.core.straggler_detector import NoDetector
 from hpcsync.core.worker_machine import WorkerMachine
-from hpcsync.paradigms.base import Paradigm
 from hpcsync.paradigms.events import Elapsed, Grant
 from hpcsync.paradigms.records import Problem
 from hpcsync.simulator.cluster import SimulatedCluster
@@ -65,8 +64,6 @@ class ServerSimulation(Simulation):
         Its workload.
     cluster
         Event loop, devices and transfers.
-    paradigm
-        Synchronisation policy.
     trace
         Receiver of the trace rows.
     watch
@@ -80,12 +77,11 @@ class ServerSimulation(Simulation):
         job: Job,
         workload: Workload,
         cluster: SimulatedCluster,
-        paradigm: Paradigm,
         trace: Recorder,
         watch: Watch = lambda now_s, coordinator: None,
     ) -> None:
         super().__init__(job, workload, cluster.loop, trace, watch)
-        self.coordinator = coordinate(job, paradigm, trace, NoDetector())
+        self.coordinator = coordinate(job, trace, NoDetector())
         self._n_pieces = job.n_pieces_of(0)  # of every worker
         self._transfers = cluster.transfers
         read_bytes = sum(cluster.shard_bytes)

@@ -16,7 +16,7 @@ from rich.console import Console
 from hpcsync.config.errors import JobError, below
 from hpcsync.config.job import Job
 from hpcsync.config.user_code import of_user
-from hpcsync.core.assignments import create_paradigm, decision_fields
+from hpcsync.core.assignments import decision_fields
 from hpcsync.core.coordinator import Coordinator
 from hpcsync.core.job_validation import check
 from hpcsync.core.peer_coordinator import PeerCoordinator
@@ -89,7 +89,7 @@ def prepare(job: Job, workload: Workload) -> Callable[..., Simulation]:
         If the job cannot be simulated.
     """
     if job.has_servers:
-        return partial(ServerSimulation, job, workload, cluster.build(job, workload), create_paradigm(job))
+        return partial(ServerSimulation, job, workload, cluster.build(job, workload))
     source = peer_transfers if job.cluster.times_from is None else replayed_links
     return partial(factory.simulation, job, workload, source.build(job, workload))
 

@@ -21,7 +21,6 @@ import numpy as np
 
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job, Script
-from hpcsync.core.assignments import create_paradigm
 from hpcsync.core.coordinator import Recorder
 from hpcsync.core.device_speed import Device
 from hpcsync.core.peer_machine import create_method
@@ -317,7 +316,7 @@ def _duration_s(recorded: _Recorded, workers: Sequence[Columns]) -> float:
         if job.has_servers:
             run = RecordedRun([RecordedTimes(*columns) for columns in workers], job.cluster.events, recorded.link)
             simulated = cluster.build(job, workload, run)
-            _Servers(recorded.losses, job, workload, simulated, create_paradigm(job), trace).run()
+            _Servers(recorded.losses, job, workload, simulated, trace).run()
         else:
             loop = Loop()
             links: Links

@@ -14,7 +14,6 @@ from hpcsync.api.connect import agree
 from hpcsync.audit.trace_audit import audit
 from hpcsync.cli.rank_main import train
 from hpcsync.config.job import Job
-from hpcsync.core.assignments import create_paradigm
 from hpcsync.core.job_validation import check
 from hpcsync.core.session import Session
 from hpcsync.mpi.session_base import RankSession
@@ -114,7 +113,7 @@ class Nothing:
 def simulated(job: Job) -> np.ndarray:
     """The final weights of this job in virtual time."""
     workload = check(job)
-    ServerSimulation(job, workload, cluster.build(job, workload), create_paradigm(job), Nothing()).run()
+    ServerSimulation(job, workload, cluster.build(job, workload), Nothing()).run()
     return torch.cat([p.detach().flatten() for p in workload.model.parameters()]).numpy()
 
 

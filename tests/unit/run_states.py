@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from hpcsync.config.job import Job
-from hpcsync.core.assignments import create_paradigm
 from hpcsync.core.coordinator import coordinate
 from hpcsync.core.peer_coordinator import PeerCoordinator
 from hpcsync.run_dir.checkpoint import RunState
@@ -21,6 +20,6 @@ def run_state(job: Job | None = None, **changes: Any) -> dict[str, Any]:
     """Return the state of a run of this job that has just begun, with these changes."""
     job = job or make_job()
     trace = Nothing()
-    coordinator = coordinate(job, create_paradigm(job), trace) if job.has_servers else PeerCoordinator(job, trace)
+    coordinator = coordinate(job, trace) if job.has_servers else PeerCoordinator(job, trace)
     run = RunState(job.to_toml(), 0.0, 1, {}, coordinator.state(), None, [])
     return plain(run) | changes

@@ -24,7 +24,6 @@ from hpcsync.compression import CODECS, TensorLayout
 from hpcsync.compression import create as create_codec
 from hpcsync.compression.codec import Draws
 from hpcsync.config.job import Job, Stop
-from hpcsync.core.assignments import create_paradigm
 from hpcsync.core.coordinator import Coordinator, coordinate
 from hpcsync.core.device_speed import device
 from hpcsync.core.iterations import Iterations
@@ -440,27 +439,18 @@ def cases() -> dict[str, Case]:
     for name, options in PARADIGMS.items():
         found[f"paradigm {name}"] = lambda n=name, o=options: create(n, N, **o), play_paradigm
         this = job({"name": name, **({"period": 2} if name == "easgd" else {}), **options})
-        found[f"coordinator {name}"] = lambda j=this: coordinate(j, create_paradigm(j), Recorder()), play_coordinator
+        found[f"coordinator {name}"] = lambda j=this: coordinate(j, Recorder()), play_coordinator
     found["paradigm adsp by evaluations"] = lambda: create("adsp", N, **EVALUATED), play_paradigm
     evaluated_adsp = job({"name": "adsp", **EVALUATED})
-    found["coordinator adsp by evaluations"] = (
-        lambda: coordinate(evaluated_adsp, create_paradigm(evaluated_adsp), Recorder()),
-        play_coordinator,
-    )
+    found["coordinator adsp by evaluations"] = lambda: coordinate(evaluated_adsp, Recorder()), play_coordinator
     gate = {**PARADIGMS["ashl"], "staleness": 0, "commit": "after-gate"}
     found["paradigm ashl after the gate"] = lambda: create("ashl", N, **gate), play_paradigm
     behind = job({"name": "ashl", **gate})
-    found["coordinator ashl after the gate"] = (
-        lambda: coordinate(behind, create_paradigm(behind), Recorder()),
-        play_coordinator,
-    )
+    found["coordinator ashl after the gate"] = lambda: coordinate(behind, Recorder()), play_coordinator
     found["sync-switch by samples"] = lambda: create("sync-switch", N, samples=60), play_paradigm
     found["sync-switch by loss"] = lambda: create("sync-switch", N, plateau=0.5, window=2), play_paradigm
     allocated = job({"name": "asp"}, batches=ALLOCATED)
-    found["coordinator with allocation"] = (
-        lambda: coordinate(allocated, create_paradigm(allocated), Recorder()),
-        play_coordinator,
-    )
+    found["coordinator with allocation"] = lambda: coordinate(allocated, Recorder()), play_coordinator
     for n_updates in (3, 10_000):
         found[f"coordinator of {n_updates} updates"] = (
             lambda n=n_updates: Coordinator(

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from hpcsync.core.assignments import create_paradigm
 from hpcsync.core.coordinator import coordinate
 from hpcsync.mpi.rank0.run_recorder import RunRecorder
 from hpcsync.mpi.server.channel import Reader
@@ -38,7 +37,7 @@ class LeaderSession(FollowerSession):
             self._clocks,
             self._link.phases,
             given.placement.attributes() | ({} if compression is None else compression.attributes()),
-            partial(coordinate, job, create_paradigm(job)),
+            partial(coordinate, job),
             self._read,
         )
         self._unheard: list[tuple[Any, ...]] = [] if resumed is None else resumed["unheard"]

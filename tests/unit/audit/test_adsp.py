@@ -11,6 +11,7 @@ from hpcsync.audit.ashl import algorithm_1, algorithm_2
 from hpcsync.audit.bounds import check_bounds
 from hpcsync.audit.compression import check_payloads
 from hpcsync.audit.server_recount import Recount
+from hpcsync.core import coordinator
 from hpcsync.paradigms.ashl import ASHL as ASHLPolicy
 from hpcsync.paradigms.events import Apply, Drop, PushInfo
 from hpcsync.paradigms.records import Problem
@@ -239,7 +240,7 @@ class Dropping(ASHLPolicy):
 
 
 def record_with(monkeypatch, policy, **how):
-    monkeypatch.setattr(recorder, "create_paradigm", lambda job: policy(job.cluster.workers, **job.paradigm_options))
+    monkeypatch.setattr(coordinator, "create_paradigm", lambda job: policy(job.cluster.workers, **job.paradigm_options))
     return record(AFTER_GATE, jitter=0.3, updates=90, **how)
 
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from hpcsync.config.job import Stop
-from hpcsync.core.assignments import Assignments, create_assignments, create_paradigm
+from hpcsync.core.assignments import Assignments, create_assignments
 from hpcsync.core.coordinator import (
     AccumulateCommand,
     CancelCommand,
@@ -458,7 +458,7 @@ def test_what_the_gate_of_ashl_keeps_back_is_an_update_of_its_own_unless_one_bef
 def test_the_rate_of_an_update_is_the_learning_rate_or_how_far_the_centre_moves():
     for paradigm, rate in (({"name": "bsp"}, 0.1), ({"name": "easgd"}, 0.45), ({"name": "easgd", "alpha": 0.2}, 0.2)):
         job, trace = make_job(paradigm=paradigm, cluster={"workers": 2}), Recorder()
-        coordinator = coordinate(job, create_paradigm(job), trace)
+        coordinator = coordinate(job, trace)
         for worker in (0, 1):
             coordinator.pushed(1.0, PushInfo(1.0, worker, 1, 0, 0.5, 1.0, 0.5, 0.25, 0.125, 8, 1, 1.0, 800))
         assert set(column(trace["updates"], "lr")) == {rate}
@@ -471,7 +471,7 @@ def test_pushes_that_meet_are_summed_with_the_rate_of_one(scale, rate):
         paradigm={"name": "ssp", "staleness": 0, "merge": True},
         optimizer={"name": "sgd", "lr": 0.1, "async_lr_scale": scale},
     )
-    coordinator, size = coordinate(job, create_paradigm(job), trace), job.workload.batch_size
+    coordinator, size = coordinate(job, trace), job.workload.batch_size
     commands = [
         command
         for worker in (0, 1)

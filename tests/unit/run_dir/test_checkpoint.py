@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from hpcsync.config.errors import JobError, shown
-from hpcsync.core.assignments import create_paradigm
 from hpcsync.core.coordinator import NoRecorder, coordinate
 from hpcsync.run_dir import checkpoint, checkpoint_files, layout
 from hpcsync.run_dir.checkpoint import RUN, Checkpoints
@@ -178,7 +177,7 @@ def test_a_folder_that_was_moved_is_not_created_again(tmp_path):
 def test_a_run_resumes_only_with_a_worker_that_is_active(tmp_path, away, stops, least):
     """Others join while there is one."""
     job = make_job(cluster={"workers": 3})
-    coordinator = coordinate(job, create_paradigm(job), NoRecorder())
+    coordinator = coordinate(job, NoRecorder())
     for worker in away:
         coordinator.left(0.5, worker)
     if stops:

@@ -10,7 +10,7 @@ import torch
 from hpcsync import paradigms
 from hpcsync.audit.trace_audit import audit
 from hpcsync.config.base import LEAST, MOST
-from hpcsync.core.assignments import create_paradigm
+from hpcsync.core import coordinator
 from hpcsync.paradigms.records import Problem
 from hpcsync.report.summary import summarize
 from hpcsync.simulator import cluster
@@ -194,11 +194,12 @@ class Holding(paradigms.create("asp", 1).__class__):
         pass
 
 
-def test_a_paradigm_that_never_grants_is_reported(tmp_path):
+def test_a_paradigm_that_never_grants_is_reported(tmp_path, monkeypatch):
+    monkeypatch.setattr(coordinator, "create_paradigm", lambda job: Holding(2))
     job = timing_job(workers=2)
     workload = build(job)
     with pytest.raises(RuntimeError, match=r"workers \[0, 1\] are blocked forever"):
-        ServerSimulation(job, workload, cluster.build(job, workload), Holding(2), Nothing()).run()
+        ServerSimulation(job, workload, cluster.build(job, workload), Nothing()).run()
 
 
 # ---- determinism ----
@@ -334,7 +335,7 @@ def peak_bytes(updates: int) -> int:
     """Return the memory of a simulation of 80 workers, by tracemalloc."""
     job = timing_job(workers=80, model="lognormal", paradigm=PARADIGMS[3], stop={"updates": updates}, cluster=NETWORK)
     workload = build(job)
-    simulation = ServerSimulation(job, workload, cluster.build(job, workload), create_paradigm(job), Nothing())
+    simulation = ServerSimulation(job, workload, cluster.build(job, workload), Nothing())
     tracemalloc.start()
     try:
         simulation.run()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hpcsync.core.assignments import create_assignments, create_paradigm, decision_fields
+from hpcsync.core.assignments import create_assignments, decision_fields
 from hpcsync.core.coordinator import CancelCommand, UpdateCommand, coordinate
 from hpcsync.paradigms.records import UNTIL, Grant, PushInfo
 from hpcsync.trace.reader import Trace
@@ -113,8 +113,7 @@ def play(job, trace, seconds, *, jitter=0.0, seed=0, leave=None, changes=(), sto
         Time at which the run fails and closes its trace.
     """
     leave, changes, rng = dict(leave or {}), sorted(changes), random.Random(seed)
-    paradigm = create_paradigm(job)
-    coordinator = coordinate(job, paradigm, trace)
+    coordinator = coordinate(job, trace)
     queue, order_of_start = [], itertools.count()
 
     def put(begin_s, work, wait_s, grant, share=1.0):
