@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -73,6 +73,12 @@ class LinkedSession(RankSession):
         self._clocks = self._link.clock.rows(self._link.comm)  # for the trace, on server 0
         self._pieces: PieceOptimizer | None = None  # a script's optimizers, on a server
 
+    def _save(self, number: int, state: Mapping[str, Any]) -> None:
+        """Write this rank's part of a checkpoint, and tell server 0."""
+        self._checkpoints.write(number, self._name, state)
+        if self.rank > 0:
+            self._link.say(messages.InfoKind.SAVED)
+
     def _report_failure(self) -> None:
         self._link.say(messages.InfoKind.FAILED)
 
@@ -127,7 +133,7 @@ class FollowerSession(LinkedSession):
             update_rules.of_job(given.job, self._on_shard),
             self.flat.weights,
             [grant for grant in create_assignments(given.job).first if grant.worker < n_present],
-            self._save_shard,
+            lambda number: self._save(number, {**self._shard.state(), "buffers": self._link.buffers.state()}),
             state,
         )
         if state is not None:
@@ -163,11 +169,6 @@ class FollowerSession(LinkedSession):
 
     def _serve(self) -> None:
         follow(self._link, self._shard)
-
-    def _save_shard(self, number: int) -> None:
-        self._checkpoints.write(number, self._name, {**self._shard.state(), "buffers": self._link.buffers.state()})
-        if self.rank > 0:
-            self._link.say(messages.InfoKind.SAVED)
 
     def _part(self) -> None:
         if not self._shard.finished:

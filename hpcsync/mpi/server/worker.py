@@ -47,7 +47,7 @@ class Worker(Stateful):
     buffers
         Buffers of the model, if it has any; they go with every push.
     save
-        Called with the number of a checkpoint, to save this worker's part of it.
+        Called with the number of a checkpoint, to save this worker's part of it and to tell server 0.
     state
         State to resume from (`state`); None for a new run.
     away
@@ -97,8 +97,7 @@ class Worker(Stateful):
         self._slots = [] if link.lends else [link.slot(server, worker) for server in range(len(link.shards))]
         self._wanted = link.outbox(messages.TAG_SLOT, messages.SLOT) if link.lends else None
         self._statement, self._stated = statement, np.empty(0)
-        self._save = save
-        self._reader = Reader(link, worker, self._write)
+        self._reader = Reader(link, worker, save)
         self._infos = link.outbox(messages.TAG_INFO, messages.PUSH_INFO)
         # No inbox without cancellations: MPI would search its receives for every grant.
         self._cancellations = link.inbox(messages.TAG_CANCEL, messages.CANCEL) if cancellable else None
@@ -180,10 +179,6 @@ class Worker(Stateful):
     def _send_info(self, kind: int) -> None:
         self._infos.send(0, (kind, *PushInfo(math.nan, self.machine.grant.worker)[1:]))
 
-    def _write(self, number: int) -> None:
-        self._save(number)
-        self._link.say(messages.InfoKind.SAVED)
-
     def _put(self) -> tuple[float, float, int]:
         """Put the contribution into its slots; return the seconds of compressing and putting it, and its bytes.
 
@@ -257,7 +252,7 @@ class WorkerSession(LinkedSession):
             cancellable=job.paradigm.aborts or job.commits,
             compressor=None if compression is None else compression.compressor(worker),
             buffers=self._buffers if self._buffers.n_words else None,
-            save=lambda number: checkpoints.write(number, self._name, self._state()),
+            save=lambda number: self._save(number, self._state()),
             state=None if self._resumed is None else self._resumed["engine"],
             away=self._comes_back,
             statement=None if self._script is None else self._script.statement,
