@@ -129,16 +129,11 @@ class Exchange(Transport, Stateful):
 
     def step(self, worker: int, lr: float, serial: int = 0) -> None:
         """Apply the local step along the gradient in the model; publish if asked to."""
-        self._flat.gather_gradient()
-        self._step(lr)
-        if serial:
-            self.publish(serial)
-
-    def _step(self, lr: float) -> None:
-        """Step along the worker's own gradient."""
         if self._measures:
             self.gradients_sq = (squared_norm(self._flat.gradient), math.nan)
         self.peer.step(self._flat.gradient, lr)
+        if serial:
+            self.publish(serial)
 
     def publish_for_evaluation(self, worker: int, serial: int) -> None:
         """Publish the weights, as all workers do."""

@@ -72,7 +72,6 @@ class Pairing(Exchange):
 
     def step_shared(self, worker: int, lr: float, serial: int) -> tuple[int, float]:
         """Step; publish under a serial number other than 0."""
-        self._flat.gather_gradient()
         n_averaged = 0
         if self._shares:
             with self._pairs.held():
@@ -80,16 +79,16 @@ class Pairing(Exchange):
                 if n_averaged := found.n_averaged:
                     self.peer.adopt(found.vector)
                     self._n_steps = found.scalar
-                self._make_step(lr)
+                self._make_step(worker, lr)
                 self._pairs.store(self.peer.shown(), self._n_steps)
         else:
-            self._make_step(lr)
+            self._make_step(worker, lr)
         if serial:
             self.publish(serial)
         return n_averaged, self._n_steps
 
-    def _make_step(self, lr: float) -> None:
-        self._step(lr)
+    def _make_step(self, worker: int, lr: float) -> None:
+        self.step(worker, lr)
         self._n_steps += 1
 
     def rest(self, worker: int) -> Received | None:
