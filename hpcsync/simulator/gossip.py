@@ -55,16 +55,13 @@ class PushSimulation(PeerSimulation):
 
     def _acknowledged(self, worker: int) -> None:
         self._sending[worker] = False
-        self._resume(worker, self._emptied(worker))
+        self._resume(worker, self.collect(worker))
 
     def collect(self, worker: int) -> Any:
         """Empty the inbox, once what the worker has sent is acknowledged."""
-        return PENDING if self._sending[worker] else self._emptied(worker)
-
-    def _emptied(self, worker: int) -> Received | None:
+        if self._sending[worker]:
+            return PENDING
         received, self._inboxes[worker] = self._inboxes[worker], None
         return received
 
-    def rest(self, worker: int) -> Received | None:
-        """Empty the inbox; workers leave only after their own sends arrived."""
-        return self._emptied(worker)
+    rest = collect  # workers leave only after their own sends arrived

@@ -56,13 +56,11 @@ class Pushing(Exchange):
         self._inbox.send(peer, model, weight)
 
     def collect(self, worker: int) -> Received | None:
-        """Return what has arrived, in memory that is valid until the end of the iteration."""
+        """Return what has arrived, in memory that is valid until the end of the iteration, at the end until `free`."""
         self._begin_transfer()
         return self._inbox.collect()
 
-    def rest(self, worker: int) -> Received | None:
-        """Return the models that have arrived since the last exchange, in memory that is valid until `free`."""
-        return self._inbox.collect()
+    rest = collect
 
     def forget(self, worker: int) -> None:
         """Exclude a worker that has died from the inbox."""
