@@ -15,7 +15,7 @@ their timing are our own interpretation.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from hpcsync.config.job import Job
@@ -29,6 +29,7 @@ from hpcsync.simulator.stanza_numerics import TwoHalves
 from hpcsync.workloads.registry import Workload
 
 
+@dataclass(slots=True)
 class _Pieces:
     """Progress of a worker through the pieces of the whole run.
 
@@ -44,19 +45,17 @@ class _Pieces:
         Duration of an iteration of the whole model on this worker, in seconds.
     """
 
-    __slots__ = ("device_s", "n_computed", "n_received", "ready")
-
-    def __init__(self, sources: Iterable[int]) -> None:
-        self.n_received = dict.fromkeys(sources, 0)
-        self.n_computed = 0
-        self.ready = False
-        self.device_s = 0.0
+    n_received: dict[int, int]
+    n_computed: int = 0
+    ready: bool = False
+    device_s: float = 0.0
 
 
+@dataclass(slots=True)
 class _Group:
     """Workers that hold the same part of the model, above the cut (`is_fc`) or below it.
 
-    Parameters
+    Attributes
     ----------
     size_bytes
         Size of the part's weights in bytes.
@@ -65,24 +64,20 @@ class _Group:
     before, after
         Shares of the duration of an iteration of the whole model, computed before and after receiving from the other
         group.
-
-    Attributes
-    ----------
-    n_computing
-        Number of workers that have not reached the next all-reduce.
+    n_computed
+        Number of workers that have reached the next all-reduce.
     n_steps
         Number of steps of the group.
     """
 
-    def __init__(
-        self, workers: range, size_bytes: int, row_bytes: int, before: float, after: float, *, is_fc: bool
-    ) -> None:
-        self.n_steps = 0
-        self.is_fc = is_fc
-        self.before, self.after = before, after
-        self.workers = workers
-        self.size_bytes, self.row_bytes = size_bytes, row_bytes
-        self.n_computing = len(workers)
+    workers: range
+    size_bytes: int
+    row_bytes: int
+    before: float
+    after: float
+    is_fc: bool
+    n_computed: int = 0
+    n_steps: int = 0
 
 
 class StanzaSimulation(PeerSimulation):
@@ -106,7 +101,7 @@ class StanzaSimulation(PeerSimulation):
         self._group_of = [self._fc if groups.is_fc(worker) else self._convolution for worker in range(groups.n_workers)]
         self._partners = [groups.served(fc) for fc in groups.fc]  # worker -> workers that it sends to
         self._partners += [range(fc := groups.fc_of(worker), fc + 1) for worker in groups.convolution]
-        self._pieces = [_Pieces(partners) for partners in self._partners]
+        self._pieces = [_Pieces(dict.fromkeys(partners, 0)) for partners in self._partners]
         self._channels = {
             (source, target): self._links.in_order(source, target)
             for source, partners in enumerate(self._partners)
@@ -202,9 +197,9 @@ class StanzaSimulation(PeerSimulation):
     def sum(self, worker: int, counts: StepCounts, lr: float) -> Any:
         """Sum the group's gradients once all of its workers have computed."""
         group = self._group_of[worker]
-        group.n_computing -= 1
-        if group.n_computing == 0:
-            group.n_computing = len(group.workers)
+        group.n_computed += 1
+        if group.n_computed == len(group.workers):
+            group.n_computed = 0
             if group.is_fc and self.coordinator.stopping:
                 self._last = min(self._last, self._workers[worker].machine.iteration + 1)
             if group.is_fc and counts.halt and self._halt_after < self._workers[worker].machine.iteration:
@@ -226,9 +221,5 @@ class StanzaSimulation(PeerSimulation):
     def _result(self, worker: int) -> ExchangeResult:
         group = self._group_of[worker]
         peer = ALL_PEERS if group.is_fc else self._partners[worker][0]
-        return ExchangeResult(peer, self._sent_bytes(worker), len(group.workers) - 1)
-
-    def _sent_bytes(self, worker: int) -> int:
-        """Return the bytes that the worker sends in an iteration."""
-        group = self._group_of[worker]
-        return self._n_samples(worker) * group.row_bytes + ring_bytes(group.size_bytes, len(group.workers))
+        sent_bytes = self._n_samples(worker) * group.row_bytes + ring_bytes(group.size_bytes, len(group.workers))
+        return ExchangeResult(peer, sent_bytes, len(group.workers) - 1)
