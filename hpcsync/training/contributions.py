@@ -51,7 +51,6 @@ class Contribution(Stateful):
 
     state_types = {}  # while the worker waits for the answer to a push
     keeps_read = True  # the weights that were read must stay unchanged until the push
-    commits_rest = False  # a worker that leaves pushes the steps since its last push
 
     def __init__(self, weights: torch.Tensor, vector: torch.Tensor | None = None, *, of_gradients: bool = True) -> None:
         self.weights = weights
@@ -152,8 +151,6 @@ class Change(LocalSteps):
     vector
         Memory of the change, shape (size,).
     """
-
-    commits_rest = True
 
     def __init__(
         self, weights: torch.Tensor, optimizer: WorkerOptimizer, rate: Callable[[int, int], float], vector: torch.Tensor

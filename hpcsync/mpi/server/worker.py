@@ -329,7 +329,7 @@ class WorkerSession(LinkedSession):
 
     def _push_rest(self) -> None:
         """Push the local steps since the last push, where a worker that leaves does."""
-        if self._contribution.commits_rest and self._machine.n_steps > 0:
+        if self._job.commits and self._machine.n_steps > 0:
             self._push()
 
     def _leave(self, joins_s: float) -> bool:
