@@ -62,7 +62,7 @@ class Loop:
         heappush(self._due, (time_s, priority, self._serial, action, args))
         self._serial += 1
 
-    def after(self, delay_s: float, action: Callable[..., object], *args: Any, priority: int = 0) -> None:
+    def after(self, delay_s: float, action: Callable[..., object], *args: Any) -> None:
         """Schedule ``action(*args)`` after a delay.
 
         Parameters
@@ -71,8 +71,6 @@ class Loop:
             Delay in seconds.
         action, *args
             Callable and its arguments.
-        priority
-            Order among events at the same time; lower runs first.
 
         Raises
         ------
@@ -82,7 +80,7 @@ class Loop:
         time_s = self.now_s + delay_s
         if not (delay_s >= 0.0 and time_s < math.inf):
             raise ValueError(f"cannot schedule an event after {delay_s} s: must be finite and not negative")
-        heappush(self._due, (time_s, priority, self._serial, action, args))
+        heappush(self._due, (time_s, 0, self._serial, action, args))
         self._serial += 1
 
     def run(self) -> None:

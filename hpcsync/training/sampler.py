@@ -114,7 +114,7 @@ def n_batches(worker: int, *, n_workers: int, batch_size: int, size: int, epochs
 
 
 def batches(
-    dataset: Dataset[Any], seed: int, worker: int, *, n_workers: int, batch_size: int, epochs: range, skip: int = 0
+    dataset: Dataset[Any], seed: int, worker: int, *, n_workers: int, batch_size: int, epochs: range
 ) -> Iterator[Any]:
     """Yield a worker's batches of some training epochs in order. Together the workers use every batch once.
 
@@ -130,8 +130,6 @@ def batches(
         Samples of a batch.
     epochs
         The training epochs.
-    skip
-        Number of the worker's batches to skip at the beginning.
 
     Raises
     ------
@@ -142,5 +140,5 @@ def batches(
     per_epoch = whole_batches(batch_size, size)
     begin = epochs.start * per_epoch
     first_of_mine = begin + (worker - begin) % n_workers
-    for batch in range(first_of_mine + skip * n_workers, epochs.stop * per_epoch, n_workers):
+    for batch in range(first_of_mine, epochs.stop * per_epoch, n_workers):
         yield fetch(dataset, batch_indices(seed, batch, batch_size=batch_size, size=size))

@@ -122,7 +122,7 @@ class Delayed(Loop):
     """A loop that only accepts delays."""
 
     def at(self, time_s, action, *args, priority=0):
-        self.after(time_s - self.now_s, action, *args, priority=priority)
+        self.after(time_s - self.now_s, action, *args)
 
 
 def missed(loop, times):
