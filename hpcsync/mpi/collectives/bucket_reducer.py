@@ -25,6 +25,8 @@ from hpcsync.training.flat_model import FlatModel, squared_norm
 
 __all__ = ["Agreed", "BucketReducer", "Reduced"]
 
+ONE_STEP = StepCounts()
+
 
 class Reduced(NamedTuple):
     """Cost of one reduction on this rank.
@@ -179,7 +181,7 @@ class BucketReducer(Stateful):
         begin, end = self._buckets[self._launched]
         self._launched += 1
         assert self._background is not None
-        call = cuda.after_this(lambda: self._reduce(begin, end, StepCounts()), self._flat.gradient.device, self._stream)
+        call = cuda.after_this(lambda: self._reduce(begin, end, ONE_STEP), self._flat.gradient.device, self._stream)
         self._background.submit(call)
 
     def _reduce(self, begin: int, end: int, own_counts: StepCounts) -> Agreed:
@@ -221,22 +223,15 @@ class BucketReducer(Stateful):
         """Number of buckets whose mean has been formed since the latest `finish`."""
         return self._n_reduced
 
-    def finish(
-        self, contributing: bool = True, stop: bool = False, n_samples: int = 0, *, halt: bool = False, digest: int = 0
-    ) -> Agreed:
+    def finish(self, counts: StepCounts = ONE_STEP) -> Agreed:
         """Complete the mean gradient: the weighted sum divided by the number of contributing ranks; collective.
 
         Parameters
         ----------
-        contributing
-            False on a rank that has no batch: its gradient counts as zero. Such a rank calls this as often as the
-            others step; when no rank contributes, the gradient is zero and all ranks have finished.
-        stop, halt
-            Requests of this rank; all ranks learn at the same step if any rank has made one.
-        n_samples
-            Samples of this rank's batch; all ranks learn the sum.
-        digest
-            See `StepCounts`; of a contributing rank.
+        counts
+            Information of this rank, but for `n_absent`. A rank that has no batch contributes no steps: its gradient
+            counts as zero. It calls this as often as the others step; when no rank contributes, the gradient is zero
+            and all ranks have finished.
 
         Returns
         -------
@@ -250,8 +245,9 @@ class BucketReducer(Stateful):
         """
         if self._closed:
             raise RuntimeError("finish() after close()")
+        contributing = counts.n_steps > 0
         if not contributing and self._launched:
-            raise RuntimeError("finish(contributing=False) after a backward pass that launched gradients")
+            raise RuntimeError("finish() without a contribution after a backward pass that launched gradients")
         begin_s, absent_s = time.perf_counter(), self._mean.absent_s
         if contributing:
             self._gather_rest()
@@ -261,7 +257,7 @@ class BucketReducer(Stateful):
         if self._launched and self._background is not None:
             self._background.wait()
         absent = [p.grad is None for p in self._flat.parameters] if contributing else []
-        own_counts = StepCounts(int(contributing), n_samples, stop, halt, sum(absent), digest, digest**2)
+        own_counts = counts._replace(n_absent=sum(absent))
         for begin, end in self._buckets[self._launched :]:
             agreed = self._reduce(begin, end, own_counts)
         self._flat.return_gradient(self._present(agreed, absent))

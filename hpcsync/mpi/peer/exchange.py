@@ -233,10 +233,10 @@ class Summing(Exchange):
         self._comm = comm
         self._script = setup.optimizer if isinstance(setup.optimizer, ScriptOptimizers) else None
 
-    @property
-    def _digest(self) -> int:
-        """What must be alike on all workers, so that they make the same step; see `StepCounts`."""
-        return 0 if self._script is None else self._script.digest()
+    def _finish(self, counts: StepCounts) -> Agreed:
+        """Complete the mean gradient, and compare what must be alike on all workers, so that they make one step."""
+        digest = 0 if self._script is None or not counts.n_steps else self._script.digest()
+        return self._reducer.finish(counts._replace(digest=digest, digest_sq=digest**2))
 
     def _step_together(self, agreed: Agreed, lr: float, *, contributes: bool) -> None:
         """Make the same step on all workers, also where their optimizers' numbers differ, or some have ended.
@@ -280,13 +280,10 @@ class AllReducing(Summing):
 
     def end_computation(self, n_samples: int) -> None:
         """Finish the all-reduce."""
-        self._agreed = self._reduce(n_samples)
+        self._agreed = self._reduce(StepCounts(1, n_samples, self._link.stop_requested, self._link.halt_requested))
 
-    def _reduce(self, n_samples: int) -> Agreed:
-        link, digest = self._link, self._digest * (n_samples > 0)
-        stop, halt = link.stop_requested, link.halt_requested
-        agreed = self._reducer.finish(n_samples > 0, stop, n_samples, halt=halt, digest=digest)
-        correction = 1.0
+    def _reduce(self, counts: StepCounts) -> Agreed:
+        agreed, correction = self._finish(counts), 1.0
         if self._division is not None:
             correction = self._division.correction(agreed.n_contributing, agreed.n_samples)
             if correction != 1.0:
@@ -299,7 +296,7 @@ class AllReducing(Summing):
         """Make the step along the mean gradient; complete the sum if no computation has ended with it."""
         agreed, self._agreed = self._agreed, None
         if agreed is None:  # of a worker whose loop has ended: the replicas stay equal
-            agreed = self._reduce(counts.n_samples)
+            agreed = self._reduce(counts)
         if agreed.n_steps:
             self._step_together(agreed, lr, contributes=counts.n_samples > 0)
         cost = self._reducer.reduced

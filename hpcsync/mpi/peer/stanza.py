@@ -229,8 +229,7 @@ class StanzaExchange(Summing):
             raise RuntimeError("step: with separated layers it must follow a backward pass through the model")
         self._batch = ()
         is_fc = self._layers.is_fc
-        stop, halt = counts.stop and is_fc, counts.halt and is_fc
-        agreed = self._reducer.finish(n_samples=counts.n_samples, stop=stop, halt=halt, digest=self._digest)
+        agreed = self._finish(counts._replace(stop=counts.stop and is_fc, halt=counts.halt and is_fc))
         self._step_together(agreed, lr, contributes=True)
         last, halt = (self._stop, self._halt) if is_fc else (self._activations.last, self._activations.halt)
         self._stop = self._stop or agreed.stop

@@ -217,7 +217,7 @@ def test_ranks_without_a_batch_take_part_until_no_rank_has_one(comm, bucket_byte
             if contributing:
                 flat.drop_gradient()
                 backward(flat, known(comm.rank, step))
-            agreed = reducer.finish(contributing)
+            agreed = reducer.finish(StepCounts(int(contributing)))
             if agreed.n_contributing == 0:
                 break
             assert agreed.n_contributing == comm.size - step
@@ -233,7 +233,7 @@ def test_a_rank_cannot_withdraw_what_it_has_launched(comm, needs):
     with BucketReducer(comm, flat, MIDDLE) as reducer:
         backward(flat, known(comm.rank))
         with pytest.raises(RuntimeError, match="launched gradients"):
-            reducer.finish(contributing=False)
+            reducer.finish(StepCounts(0))
         reducer.finish()
 
 
@@ -243,7 +243,7 @@ def test_one_rank_stops_all_at_the_same_step(comm):
         steps = []
         for step in range(10):
             backward(flat, known(comm.rank))
-            if reducer.finish(stop=comm.rank == comm.size - 1 and step == 3).stop:
+            if reducer.finish(StepCounts(stop=comm.rank == comm.size - 1 and step == 3)).stop:
                 break
             steps.append(step)
     assert steps == [0, 1, 2]
