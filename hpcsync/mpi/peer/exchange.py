@@ -80,6 +80,8 @@ class Exchange(Transport, Stateful):
         True if others put into or get from this worker's windows while it computes.
     phase
         Phase of a worker in an exchange; synchronous ones can only wait for others.
+    participates
+        True if a synchronous worker whose loop has ended participates, without contributing, until all have ended.
     peer
         The worker's weights.
     wait_s, comm_s
@@ -94,6 +96,7 @@ class Exchange(Transport, Stateful):
     state_types = {"peer": Peer}
     one_sided = False
     phase = Phase.WAITING
+    participates = True
 
     def __init__(self, setup: Setup) -> None:
         self._link, self._flat = setup.link, setup.flat
@@ -170,20 +173,8 @@ class Exchange(Transport, Stateful):
         extra = self._buffers.packed(buffers).view(weights.dtype) if self._buffers.n_words else None
         return self._link.published.publish(weights, serial, self.peer.weight, extra)
 
-    def end(self, *, early: bool) -> bool:
-        """End the loop of this worker.
-
-        Parameters
-        ----------
-        early
-            True if the loop ended before the workers agreed on the end of the run.
-
-        Returns
-        -------
-        bool
-            True if this worker must participate, without contributing, until all have ended.
-        """
-        return early
+    def end(self, *, early: bool) -> None:
+        """End the loop of this worker, `early` if before the workers agreed on the end of the run."""
 
     def _learn_of_deaths(self) -> None:
         """Forget workers that have died, while waiting for others; the session removes them afterwards."""

@@ -301,8 +301,8 @@ class PeerSession(RankSession):
         if self._computed is not None:  # the script left between `backward` and `step`; the others have this gradient
             self._end_iteration(math.nan)
         self._link.phases.enter(Phase.WAITING)
-        keeps_participating = self._exchange.end(early=self._machine.in_step)
-        while self._machine.in_step and keeps_participating:
+        self._exchange.end(early=self._machine.in_step)
+        while self._machine.in_step and self._exchange.participates:
             self._advance(0)
             self._divide_batches(None)
             self._halt_if_requested()

@@ -47,6 +47,7 @@ class StanzaExchange(Summing):
 
     state_types = {"_stop": bool}
     one_sided = True
+    participates = False  # no worker can continue without the others
 
     def __init__(self, setup: Setup) -> None:
         job, layers, stanza = setup.job, cast("SeparatedLayers", setup.layers), options(setup.job)
@@ -257,13 +258,12 @@ class StanzaExchange(Summing):
         """Publish this part of the model, on the first worker of each group only; it is equal within the group."""
         return self._layers.group.rank > 0 or super().publish(serial, buffers)
 
-    def end(self, *, early: bool) -> bool:
-        """End the loop; no worker can continue without the others."""
+    def end(self, *, early: bool) -> None:
+        """End the loop, and tell the others if it is early."""
         if self._prepared is not None:
             del self._layers.model.forward
             if early:
                 self._activations.leave()
-        return False
 
     def free(self) -> None:
         """Free the reducer and the activation exchange; collective."""
