@@ -106,7 +106,7 @@ def build(job: Job, workload: Workload) -> Workers:
             f"cluster.times_from = {shown(job.cluster.times_from)}: must be left out with paradigm.name = "
             f'"{job.paradigm.name}": recorded times serve jobs with servers, all-reduce, local SGD and Stanza'
         )
-    times = [RecordedTimes(*columns) for columns in each]
+    times = [RecordedTimes(columns) for columns in each]
     refuse_standstill(job, "cluster.times_from", [own.total_s == 0.0 for own in times])
     devices = [Device(own.seconds(), changes_of(job, worker, changes)) for worker, own in enumerate(times)]
     return Workers(loop, devices, links)

@@ -42,6 +42,27 @@ NO_TIME_S = 1e-9  # in place of 0, which no bandwidth gives
 LOCKSTEP = ("all-reduce", "average")  # transports without servers whose times can be taken
 
 
+class Columns(NamedTuple):
+    """Durations of one worker's iterations, each of shape (n_iterations,) with n_iterations >= 1.
+
+    Attributes
+    ----------
+    compute_s, to_begin_s, to_server_s, comm_s
+        Durations in seconds.
+    local_steps
+        Local steps of each iteration.
+    put
+        False where an iteration sent its push info without a gradient.
+    """
+
+    compute_s: Rows
+    to_begin_s: Rows
+    to_server_s: Rows
+    comm_s: Rows
+    local_steps: Rows
+    put: Rows
+
+
 class RecordedTimes:
     """Recorded iterations of one worker.
 
@@ -49,12 +70,8 @@ class RecordedTimes:
 
     Parameters
     ----------
-    compute_s, to_begin_s, to_server_s, comm_s
-        Durations in seconds, shape (n_iterations,) with n_iterations >= 1.
-    local_steps
-        Local steps of each iteration, shape (n_iterations,); 1 by default.
-    put
-        False where an iteration sent its push info without a gradient, shape (n_iterations,); True by default.
+    columns
+        Their durations.
 
     Attributes
     ----------
@@ -62,28 +79,18 @@ class RecordedTimes:
         Total duration of all iterations in seconds, without waiting.
     """
 
-    def __init__(
-        self,
-        compute_s: Rows,
-        to_begin_s: Rows,
-        to_server_s: Rows,
-        comm_s: Rows,
-        local_steps: Rows | None = None,
-        put: Rows | None = None,
-    ) -> None:
-        steps = np.ones(len(compute_s), int) if local_steps is None else local_steps
-        put = np.ones(len(compute_s), bool) if put is None else put
+    def __init__(self, columns: Columns) -> None:
+        compute_s, to_begin_s, to_server_s, comm_s, steps, put = columns
         self._first_steps = int(steps[0])
         self._compute_s = np.repeat(compute_s / steps, steps).tolist()
         # Clocks of different hosts agree only to microseconds, so a short duration may be negative.
-
         to_begin_s, to_server_s = np.maximum(to_begin_s, 0.0), np.maximum(to_server_s, 0.0)
         put_s = np.where(put, np.minimum(0.5 * comm_s, to_server_s), 0.0)
         read_s = np.minimum(comm_s - put_s, to_begin_s)
         put_s = np.where(put, np.minimum(comm_s - read_s, to_server_s), 0.0)
-        columns = (np.where(put, put_s, read_s), to_server_s - put_s, to_begin_s - read_s, read_s)
+        steps_s = (np.where(put, put_s, read_s), to_server_s - put_s, to_begin_s - read_s, read_s)
         self.total_s = float(np.sum(compute_s) + np.sum(to_begin_s) + np.sum(to_server_s))
-        self._steps = [Steps(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
+        self._steps = [Steps(*row) for row in zip(*(step_s.tolist() for step_s in steps_s), strict=True)]
 
     def seconds(self) -> Iterator[float]:
         """Yield the computation times of local steps 1, 2, ... in seconds, without end."""
@@ -139,7 +146,7 @@ class RecordedRun:
 def read(job: Job, wire_bytes: int) -> RecordedRun:
     """Return the recorded times of `read_columns` for a job with servers."""
     workers, changes, link = read_columns(job, wire_bytes)
-    return RecordedRun([RecordedTimes(*columns) for columns in workers], changes, link)
+    return RecordedRun([RecordedTimes(columns) for columns in workers], changes, link)
 
 
 def link_of(attributes: Mapping[str, Any]) -> Link | None:
@@ -223,17 +230,6 @@ def _batch_sizes(trace: Trace) -> set[int]:
         pushes = trace.tables["pushes"]
         return set((pushes["batch_size"] // pushes["local_steps"]).tolist())
     return set() if isinstance(trace.job.workload, Script) else {trace.job.workload.batch_size}
-
-
-class Columns(NamedTuple):
-    """Durations of one worker's iterations, the arguments of `RecordedTimes`."""
-
-    compute_s: Rows
-    to_begin_s: Rows
-    to_server_s: Rows
-    comm_s: Rows
-    local_steps: Rows
-    put: Rows
 
 
 def columns_in_step(steps: Rows, batch_size: int) -> Columns:

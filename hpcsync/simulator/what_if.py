@@ -314,14 +314,14 @@ def _duration_s(recorded: _Recorded, workers: Sequence[Columns]) -> float:
     workload = build(job)
     try:
         if job.has_servers:
-            run = RecordedRun([RecordedTimes(*columns) for columns in workers], job.cluster.events, recorded.link)
+            run = RecordedRun([RecordedTimes(columns) for columns in workers], job.cluster.events, recorded.link)
             simulated = cluster.build(job, workload, run)
             _Servers(recorded.losses, job, workload, simulated, trace).run()
         else:
             loop = Loop()
             links: Links
             devices = [
-                Device(RecordedTimes(*columns).seconds(), cluster.changes_of(job, worker, job.cluster.events))
+                Device(RecordedTimes(columns).seconds(), cluster.changes_of(job, worker, job.cluster.events))
                 for worker, columns in enumerate(workers)
             ]
             if job.paradigm.separates_layers:

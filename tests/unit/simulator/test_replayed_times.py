@@ -6,7 +6,7 @@ import pytest
 
 from hpcsync.config.errors import JobError
 from hpcsync.report.trace_pair import compare
-from hpcsync.simulator.replayed_times import RecordedTimes, columns_of, read
+from hpcsync.simulator.replayed_times import Columns, RecordedTimes, columns_of, read
 from hpcsync.trace.reader import load
 from tests.unit.simulator.running import PARADIGMS, TIMING, simulate, timing_job
 
@@ -18,29 +18,29 @@ FIRST_K = [
 NETWORK = {"network": {"bandwidth_gbit": 1e-3, "latency_us": 1000}}
 
 
-def columns(*rows):
-    return [np.array(column, float) for column in zip(*rows, strict=True)]
+def columns(*rows, local_steps=None):
+    each = [np.array(column, float) for column in zip(*rows, strict=True)]
+    return Columns(*each, np.ones(len(rows), int) if local_steps is None else local_steps, np.ones(len(rows), bool))
 
 
 def test_the_first_iteration_is_not_repeated():
     #                               compute  to begin  to server  comm
-    times = RecordedTimes(*columns((1.0, 9.0, 0.2, 0.2), (2.0, 0.3, 0.2, 0.2), (3.0, 0.3, 0.4, 0.2)))
+    times = RecordedTimes(columns((1.0, 9.0, 0.2, 0.2), (2.0, 0.3, 0.2, 0.2), (3.0, 0.3, 0.4, 0.2)))
     seconds = times.seconds()
     assert [next(seconds) for _ in range(7)] == [1.0, 2.0, 3.0, 2.0, 3.0, 2.0, 3.0]
     assert [round(sum(times.steps(i)), 9) for i in range(1, 8)] == [9.2, 0.5, 0.7, 0.5, 0.7, 0.5, 0.7]
 
 
 def test_a_single_iteration_is_repeated():
-    times = RecordedTimes(*columns((1.0, 9.0, 0.2, 0.2)))
+    times = RecordedTimes(columns((1.0, 9.0, 0.2, 0.2)))
     seconds = times.seconds()
     assert [next(seconds) for _ in range(3)] == [1.0] * 3
     assert times.steps(3) == times.steps(1)
 
 
 def test_local_steps_of_one_push_are_taken_to_be_equal():
-    rows = [(4.0, 9.0, 0.2, 0.2, 4), (6.0, 0.3, 0.2, 0.2, 2), (5.0, 0.3, 0.4, 0.2, 1)]
-    *columns_s, steps = columns(*rows)
-    times = RecordedTimes(*columns_s, steps.astype(int))
+    rows = [(4.0, 9.0, 0.2, 0.2), (6.0, 0.3, 0.2, 0.2), (5.0, 0.3, 0.4, 0.2)]
+    times = RecordedTimes(columns(*rows, local_steps=np.array([4, 2, 1])))
     seconds = times.seconds()
     assert [next(seconds) for _ in range(11)] == [1.0] * 4 + [3.0, 3.0, 5.0] + [3.0, 3.0, 5.0, 3.0]
     assert [round(sum(times.steps(i)), 9) for i in range(1, 5)] == [9.2, 0.5, 0.7, 0.5]
@@ -61,12 +61,12 @@ def test_times_of_single_iterations_serve_a_run_that_pushes_several(tmp_path):
 
 
 def test_transfers_are_part_of_the_delay():
-    put_s, report_s, grant_s, read_s = RecordedTimes(*columns((1.0, 0.5, 0.2, 0.3))).steps(1)
+    put_s, report_s, grant_s, read_s = RecordedTimes(columns((1.0, 0.5, 0.2, 0.3))).steps(1)
     assert (put_s, report_s, grant_s, read_s) == pytest.approx((0.15, 0.05, 0.35, 0.15))
 
 
 def test_clocks_that_disagree_give_no_negative_times():
-    steps = RecordedTimes(*columns((1.0, -1e-6, 0.2, 0.3))).steps(1)
+    steps = RecordedTimes(columns((1.0, -1e-6, 0.2, 0.3))).steps(1)
     assert min(steps) == 0.0
     assert steps.read_s == 0.0
 
