@@ -125,10 +125,13 @@ def aside(path: Path) -> Path:
 
 
 def sync(path: Path) -> None:
-    """Flush a file or the entries of a folder to disk."""
+    """Flush a file to disk, or the entries of a folder where the file system can do so; not all shared folders can."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno != errno.EINVAL or not path.is_dir():
+            raise
     finally:
         os.close(handle)
 

@@ -1,9 +1,11 @@
 """Files are written completely or not at all; what is no file is left what it is."""
 
+import errno
 import os
 import stat
 import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,25 @@ def test_a_pipe_is_written_and_stays_one(tmp_path: Path) -> None:
         assert read == ["table"]
     assert stat.S_ISFIFO(pipe.stat().st_mode) and link.is_symlink()
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_file_system_that_cannot_flush_folders_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(is_refused: Callable[[int], bool], number: int) -> None:
+        def fsync(handle: int) -> None:
+            if is_refused(os.fstat(handle).st_mode):
+                raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(os, "fsync", fsync)
+
+    file = tmp_path / "file"
+    refuse(stat.S_ISDIR, errno.EINVAL)
+    with whole(file) as path:
+        path.write_text("text")
+    assert file.read_text() == "text"
+    for is_refused, number in ((stat.S_ISREG, errno.EINVAL), (stat.S_ISDIR, errno.EIO)):
+        refuse(is_refused, number)
+        with pytest.raises(NotWritten), whole(file) as path:
+            path.write_text("other")
 
 
 def test_a_folder_is_refused(tmp_path: Path) -> None:
