@@ -387,7 +387,7 @@ def launch(
         print(f"starting {n} rank{'s' * (n > 1)}: {shlex.join(line)}", flush=True)
     written = Output() if write is None else Output(write)
     viewed = {} if write is None else {VIEWED: "1"}
-    folder, since_ns = Path(tempfile.gettempdir()) / f"hpcsync-{mark[-12:]}", time.time_ns()
+    folder, since_ns = Path(tempfile.gettempdir(), f"hpcsync-{mark[-12:]}").absolute(), time.time_ns()
     will = will._replace(removed=[*will.removed, str(folder)])
     with _noted_signals() as signums, process_cleanup.guarded(mark, will), _own(folder):
         listening = folder / "listening"

@@ -260,6 +260,9 @@ def test_every_launch_has_its_own_folder(mpiexec: Path, tmp_path: Path, monkeypa
 
     one, other = told(), told()
     assert one != other and one.startswith(str(tmp_path)) and one.endswith(" True\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", os.curdir)  # TMPDIR=.; any other relative path is made absolute
+    assert (relative := told()).startswith(f"{tmp_path}/hpcsync-") and relative.endswith(" True\n")
     assert list(tmp_path.glob("hpcsync-*")) == []
     monkeypatch.setenv(rank_environment.SESSION_FOLDER, "mine")
     assert told() == "mine False\n"
