@@ -104,8 +104,8 @@ def verdict(requests: Sequence[Request]) -> str:
             size = there[0].size_bytes + needed - min(free)
             size_mib = -(-size // (SIZES_MIB * MIB)) * SIZES_MIB
             return (
-                f"shared memory of {node[0]}: the windows of its {len(there)} ranks need {needed / MIB:,.0f} MiB of "
-                f"{directory()}, and {min(free) / MIB:,.0f} MiB are free: enlarge it (docker run "
+                f"shared memory of {node[0]}: the windows of its {len(there)} ranks need {-(-needed // MIB):,} MiB of "
+                f"{directory()}, and {min(free) // MIB:,} MiB are free: enlarge it (docker run "
                 f"--shm-size={size_mib}m; mount -o remount,size={size_mib}m {directory()}), or start fewer ranks there"
             )
     return ""

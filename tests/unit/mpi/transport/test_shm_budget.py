@@ -36,6 +36,11 @@ def test_the_message_names_the_first_node_that_lacks_room_and_a_sufficient_size(
     )
 
 
+def test_the_message_never_names_as_much_free_as_needed() -> None:
+    said = verdict([asked((100.3 - SPARE_BYTES / MIB) / MARGIN, free_mib=100.2), asked(0, free_mib=100.2)])
+    assert "need 101 MiB of /dev/shm, and 100 MiB are free" in said
+
+
 def test_a_rank_alone_on_its_node_needs_no_shared_memory() -> None:
     assert verdict([asked(10**6, node=A), asked(10**6, node=B)]) == ""
 
