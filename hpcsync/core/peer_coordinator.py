@@ -12,7 +12,6 @@ for themselves what the step info will contain (`Lockstep`), so that all of them
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 from hpcsync.config.job import Job, Script
@@ -306,11 +305,11 @@ class PeerCoordinator(RunCounts):
             self.stalls.began(worker, self.done[worker] + 1, now_s)
 
     def _end_rounds(self, now_s: float) -> None:
-        """End the common iterations that every active worker has reported; each is an update."""
+        """End the common iterations that every active worker has reported; each that has samples is an update."""
         for iteration in sorted(self._round):
             if all(self.done[worker] >= iteration for worker in self.active):
-                infos = [info for info in self._round.pop(iteration) if info.worker in self._counting]
-                self._update(now_s, self._lr(self.samples, self.version, self._n_workers), infos)
+                if infos := [info for info in self._round.pop(iteration) if info.worker in self._counting]:
+                    self._update(now_s, self._lr(self.samples, self.version, self._n_workers), infos)
 
     def _update(self, now_s: float, lr: float, counted: Sequence[StepInfo]) -> None:
         """Record an update; with a script's optimizers `lr` is a factor of their rates."""
@@ -321,8 +320,6 @@ class PeerCoordinator(RunCounts):
         for step_info in counted:
             self.samples += step_info.batch_size
             self._own_samples[step_info.worker] += step_info.batch_size
-        gradient_sq = math.nan
-        if counted:
-            gradient_sq = counted[0].mean_gradient_sq if self._one_model else counted[0].gradient_sq
+        gradient_sq = counted[0].mean_gradient_sq if self._one_model else counted[0].gradient_sq
         self._trace.append("updates", (self.version, now_s, len(counted), lr, self.samples, gradient_sq))
         self.stopping = self.stopping or self._stop.reached(samples=self.samples, updates=self.version, seconds=now_s)

@@ -90,6 +90,16 @@ def test_a_worker_that_leaves_blocks_no_round():
     assert run.active == set()
 
 
+def test_a_round_without_those_that_take_batches_is_no_update():
+    """Convolution workers of a script may leave the loop before their step: they do not know the loss."""
+    stanza = {"name": "stanza", "cut": "2", "fc_workers": 1, "fc_share": 0.3}
+    run, trace = coordinator(stanza, workload={"name": "script"})
+    run.exchanged(1.0, step_info(0, 1, lr=0.1))
+    run.left(2.0, 1)
+    run.left(3.0, 0)
+    assert trace["updates"] == [] and not run.active
+
+
 def test_models_received_after_the_end_are_no_iteration():
     run, trace = coordinator()
     run.exchanged(1.0, step_info(0, 1))
