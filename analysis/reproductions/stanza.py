@@ -32,7 +32,7 @@ from reproductions.simulating import simulate_all
 
 MXNET = "MXNet 1.2, EC2 p3.2xlarge (apache/mxnet, docs/faq/perf.md)"
 PYTORCH = "PyTorch 0.3, EC2 p3, forward and backward, batch 16 (u39kun/deep-learning-benchmark, README.md)"
-LAMBDA = "TensorFlow, V100 32 GB, batches that fill it (LambdaColdStorage/lambda-tensorflow-benchmark, tf-train-*.csv)"
+# Batches that fill the memory: TensorFlow, V100 32 GB (LambdaColdStorage/lambda-tensorflow-benchmark, tf-train-*.csv).
 # VGG-19 was found on no V100: VGG-16's, as the two compare in tf_cnn_benchmarks at batch 32 on an RTX 2080
 # (ggg17226/rtx2080-dl-benchmark, benchmark-tf.md).
 VGG_19 = 108.83 / 126.27

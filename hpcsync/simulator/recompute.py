@@ -141,7 +141,7 @@ class _Served:
 
     def __init__(self, trace: Trace, job: Job, workload: Workload) -> None:
         self._recount = Recount(trace)
-        self._job, self._finished = job, trace.finished
+        self._job = job
         self._coordinator = coordinate(job, NoRecorder())
         self._numerics = Numerics(job, workload)
         self._grants = list(create_assignments(job).first)
