@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hpcsync.config.compression import refuse_momentum
-from hpcsync.config.errors import JobError, below
+from hpcsync.config.errors import JobError, below, shown
 from hpcsync.config.job import Job
 from hpcsync.config.user_code import of_user
 from hpcsync.core.iterations import Iterations
@@ -289,6 +289,11 @@ class RankSession(Session):
         if self.worker is not None and self._iterations.left_over:
             return None
         optimizer: Any = script.optimizers[index]
+        if self._job.paradigm.separates_layers and hasattr(optimizer, "found_inf"):
+            raise JobError(
+                f"GradScaler: must be left out with paradigm.name = {shown(self._job.paradigm.name)}: after an "
+                "overflow in one half of the model alone, the halves would have different scales; bfloat16 needs none"
+            )
         if "momentum" in optimizer.defaults:
             for group in optimizer.param_groups:  # which a scheduler may have changed
                 refuse_momentum(self._job.compression, group["momentum"] or 0)

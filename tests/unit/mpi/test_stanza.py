@@ -287,6 +287,23 @@ def test_a_script_must_train_all_that_can_be_trained(comm, needs, folder):
         hpcsync.connect(model, some, "stanza", out=folder / "run", comm=comm, cut="classifier")
 
 
+@pytest.mark.parametrize("unscaled", [False, True])
+def test_halves_cannot_have_scales_of_their_own(comm, needs, folder, unscaled):
+    needs(2)
+    model = check(job(2)).model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.utils.data.TensorDataset(torch.zeros(24, 2, 6, 6).double(), torch.zeros(24, dtype=torch.int64))
+    scaler = torch.amp.GradScaler("cpu")
+    with hpcsync.connect(model, optimizer, "stanza", out=folder / "run", comm=comm, cut="classifier") as sync:
+        features, targets = next(sync.shard(data, 2))
+        scaler.scale(torch.nn.functional.cross_entropy(model(features), targets)).backward()
+        if unscaled:
+            scaler.unscale_(optimizer)
+        comm.Barrier()  # who leaves early sends nothing more
+        with pytest.raises(JobError, match='^GradScaler: must be left out with paradigm.name = "stanza": after an'):
+            scaler.step(optimizer)
+
+
 def test_a_layer_may_be_frozen_during_the_run(comm, needs, folder):
     needs(2)
     torch.manual_seed(5)
