@@ -309,7 +309,8 @@ class PeerRecount:
         late = np.full(len(known_s) + 1, -np.inf)  # an update without a worker that left waits until that is known
         np.maximum.at(late, self.made[left] + 1, self.left_s[left])
         known_s = np.maximum(known_s, np.maximum.accumulate(late)[:-1])[1:]
-        return known_s[self.known(np.arange(1, len(known_s) + 1))]
+        counted = np.bincount(self.count, self.samples > 0, len(known_s) + 1)[1:] > 0  # else of fc workers alone
+        return known_s[counted & self.known(np.arange(1, len(known_s) + 1))]
 
     @property
     def possible_s(self) -> Rows:

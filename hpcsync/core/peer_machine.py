@@ -74,8 +74,8 @@ class PeerMachine(Stateful):
     transport
         Its engine.
     evaluated
-        True if weights are evaluated during the run: synchronous workers publish theirs when that is due, others theirs
-        after every step.
+        True if weights are evaluated during the run: synchronous workers publish theirs when that is due, asynchronous
+        ones after every step, as they also do where others read them.
 
     Attributes
     ----------
@@ -94,8 +94,8 @@ class PeerMachine(Stateful):
     # Between iterations; synchronous workers are at an exchange.
     state_types = {"iteration": int, "samples": int, "_evaluations": EvaluationSchedule, "lockstep": Lockstep}
     __slots__ = (
-        "_evaluations", "_lr", "_n_samples", "_n_takers", "_n_workers", "_publishes", "_rate", "agreed", "iteration",
-        "lockstep", "method", "n_steps", "samples", "stopped", "transport", "update", "worker",
+        "_evaluated", "_evaluations", "_lr", "_n_samples", "_n_takers", "_n_workers", "_publishes", "_rate", "agreed",
+        "iteration", "lockstep", "method", "n_steps", "samples", "stopped", "transport", "update", "worker",
     )  # fmt: skip
 
     def __init__(
@@ -117,8 +117,8 @@ class PeerMachine(Stateful):
         self._n_workers = job.cluster.workers
         self._n_takers = len(job.takers)
         self._lr, self._rate = learning_rate(job), worker_rate(job)  # of the shared model, and of a replica
-        self._publishes = evaluated or method.transport == "published"
-        self._evaluations = EvaluationSchedule(job.evaluation.every_samples * (evaluated and method.synchronous))
+        self._evaluated, self._publishes = evaluated, evaluated or method.transport == "published"
+        self._evaluations = EvaluationSchedule(job.evaluation.every_samples if method.synchronous else 0)
 
     # ---- an iteration ----
 
@@ -168,7 +168,7 @@ class PeerMachine(Stateful):
         self.agreed = agreed
         lockstep.exchanged(agreed.n_contributing, agreed.n_steps, agreed.n_samples)
         self.stopped = agreed.stop or agreed.n_steps == 0 or lockstep.enough()
-        is_due = not self.stopped and self._evaluations.begin_if_due(lockstep.samples)
+        is_due = not self.stopped and self._evaluations.begin_if_due(lockstep.samples) and self._evaluated
         if is_due and not method.evaluated_after:
             self.transport.publish_for_evaluation(self.worker, self.serial)
         if agreed.n_steps and not method.one_model:
@@ -193,7 +193,7 @@ class PeerMachine(Stateful):
 
     @property
     def step_serial(self) -> int:
-        """Serial number under which an asynchronous step is published; 0 if nobody reads it."""
+        """Serial number under which an asynchronous step is published; 0 if it is not, since no rank reads it."""
         return self.serial if self._publishes else 0
 
     @property

@@ -268,7 +268,7 @@ class PeerState(Protocol):
     update
         Its weights.
     step_serial
-        Serial number under which an asynchronous step is published; 0 if nobody reads it.
+        Serial number under which an asynchronous step is published; 0 if it is not, since no rank reads it.
     transport
         Its engine.
     n_steps

@@ -131,7 +131,7 @@ class Exchange(Transport, Stateful):
         self._began_s = min(self._began_s, time.perf_counter())
 
     def step(self, worker: int, lr: float, serial: int = 0) -> None:
-        """Apply the local step along the gradient in the model; publish if asked to."""
+        """Apply the local step along the flat gradient; publish under a serial number other than 0."""
         if self._measures:
             self.gradients_sq = (squared_norm(self._flat.gradient), math.nan)
         self.peer.step(self._flat.gradient, lr)
@@ -271,7 +271,9 @@ class AllReducing(Summing):
 
     def end_computation(self, n_samples: int) -> None:
         """Finish the all-reduce."""
-        self._agreed = self._reduce(StepCounts(1, n_samples, self._link.stop_requested, self._link.halt_requested))
+        self._agreed = self._reduce(
+            StepCounts(int(n_samples > 0), n_samples, self._link.stop_requested, self._link.halt_requested)
+        )
 
     def _reduce(self, counts: StepCounts) -> Agreed:
         agreed, correction = self._finish(counts), 1.0

@@ -312,9 +312,9 @@ class PeerSession(RankSession):
         if (step_info := self._machine.absorb_rest(self._link.clock.now())) is not None:  # no worker sends any more
             self._link.step_info(step_info)
         self._layers.compare(self.flat.weights)
-        self._link.send_status(messages.StepInfoKind.SETTLED)
         # The evaluation may still be reading earlier weights.
         self._link.backoff.until(lambda: self._exchange.publish(self._machine.serial + 1))
+        self._link.send_status(messages.StepInfoKind.SETTLED)
         backoff = Backoff(survivors(self._link.comm)) if self._tolerant else self._link.backoff
         backoff.barrier()
         self._finish_training()

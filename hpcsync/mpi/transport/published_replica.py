@@ -36,7 +36,7 @@ from hpcsync.mpi.transport.window import Freed, Window
 
 PEERS_ROWS = 3  # if ranks read each other: one current, one to fill, one for slow readers
 EVALUATED_ROWS = 2  # if the evaluation alone reads: one current, one to fill, which it may still read
-UNREAD_ROWS = 1  # if nobody reads before the last publication
+UNREAD_ROWS = 1  # if no rank reads before the last publication
 CURRENT = 0  # index of the word
 
 
@@ -59,7 +59,7 @@ class PublishedReplica(Freed):
         Elements published with each replica, which only some readers want; as many on every rank.
     n_rows
         Rows of memory. With `EVALUATED_ROWS` one reader reads at a time, and a publication is refused only while that
-        still reads the one before the current one. With `UNREAD_ROWS` a publication overwrites the one before: nobody
+        still reads the one before the current one. With `UNREAD_ROWS` a publication overwrites the one before: no rank
         may read before the last one.
 
     Attributes

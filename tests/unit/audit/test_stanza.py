@@ -34,6 +34,7 @@ IN_STEP = "no worker begins before all have exchanged"
 END = "the stopping rule ended the run"
 BATCHES = "batch sizes match the groups"
 LOSSES = "only fully-connected workers have a loss"
+UPDATES = "updates are the workers' steps"
 PARTS = "iterations last at least as long as their parts"
 INPUT = "no worker computes before its input exists"
 BYTES = "wire_bytes match the sizes of the layers"
@@ -245,6 +246,15 @@ def test_all_workers_make_equally_many_iterations(trace):
     kept = trace.tables["exchanges"]
     kept = np.delete(kept, find(trace, worker=0, iteration=kept["iteration"].max()))
     assert END in failing(with_rows(trace, "exchanges", kept))
+
+
+def test_an_iteration_without_convolution_workers_is_no_update(trace):
+    """As where a script's convolution workers leave the loop before a step."""
+    rows = trace.tables["exchanges"]
+    kept = with_rows(trace, "exchanges", rows[(rows["iteration"] < rows["iteration"].max()) | (rows["worker"] < 2)])
+    assert UPDATES not in failing(with_rows(kept, "updates", trace.tables["updates"][:-1]))
+    assert UPDATES in failing(kept)
+    assert UPDATES in failing(with_rows(kept, "updates", trace.tables["updates"][:-2]))
 
 
 def test_unresolved_groups_are_the_only_failure(trace):

@@ -91,7 +91,7 @@ def test_a_worker_that_leaves_blocks_no_round():
 
 
 def test_a_round_without_those_that_take_batches_is_no_update():
-    """Convolution workers of a script may leave the loop before their step: they do not know the loss."""
+    """Convolution workers of a script may leave the loop before their step: their losses are NaN."""
     stanza = {"name": "stanza", "cut": "2", "fc_workers": 1, "fc_share": 0.3}
     run, trace = coordinator(stanza, workload={"name": "script"})
     run.exchanged(1.0, step_info(0, 1, lr=0.1))

@@ -76,10 +76,16 @@ class Recording(Transport):
 
 
 def machine(
-    paradigm: dict[str, Any], workers: int = 2, worker: int = 0, transport: Transport | None = None, **tables: Any
+    paradigm: dict[str, Any],
+    workers: int = 2,
+    worker: int = 0,
+    transport: Transport | None = None,
+    *,
+    evaluated: bool = True,
+    **tables: Any,
 ) -> PeerMachine:
     job = make_job(paradigm=paradigm, cluster={"workers": workers}, **tables)
-    return PeerMachine(job, worker, create_method(job), Weights(), transport or Recording())
+    return PeerMachine(job, worker, create_method(job), Weights(), transport or Recording(), evaluated=evaluated)
 
 
 class Engine:
@@ -147,6 +153,24 @@ def test_the_last_iteration_is_not_evaluated():
     assert "publish_for_evaluation" in engine.names and not engine.machine.stopped
     engine.advance()
     assert "publish_for_evaluation" not in engine.names and engine.machine.stopped
+
+
+@pytest.mark.parametrize(
+    ("paradigm", "step"), [(gossip("push", period=2), ("step", 0.1, 0)), (gossip("pull", period=2), ("step", 0.1, 3))]
+)
+def test_without_evaluations_an_asynchronous_worker_publishes_for_its_peers_alone(paradigm, step):
+    engine = Engine(machine(paradigm, evaluated=False))
+    engine.advance()
+    assert engine.calls == [step]
+
+
+def test_without_evaluations_synchronous_workers_publish_nothing_and_know_when_one_would_be_due():
+    engine = Engine(machine(ALLREDUCE, evaluation={"every_samples": 4}, evaluated=False))
+    engine.advance()
+    assert engine.names == ["sum"]
+    other = Engine(machine(ALLREDUCE, evaluation={"every_samples": 4}))
+    other.advance()
+    assert engine.machine.state() == other.machine.state()
 
 
 def test_an_asynchronous_worker_publishes_every_step_before_its_exchange():

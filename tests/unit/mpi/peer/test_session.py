@@ -120,7 +120,7 @@ def test_windows_hold_so_many_copies_of_the_model(comm, needs, folder, window_by
 
 @pytest.mark.parametrize("evaluated", ["by all", "by rank 0", "by none"])
 @pytest.mark.parametrize("paradigm", ["allreduce", "pull", "push", "ad-psgd"])
-def test_weights_are_published_if_somebody_reads_them(comm, needs, folder, monkeypatch, paradigm, evaluated):
+def test_weights_are_published_if_they_are_read(comm, needs, folder, monkeypatch, paradigm, evaluated):
     needs(2)
     published: Counter[int] = Counter()
     publish = PublishedReplica.publish
