@@ -58,10 +58,10 @@ Series = Callable[[int, np.random.Generator], np.ndarray]
 SERIES: dict[str, Series] = {one.__name__: one for one in (constant, stepping, drifting, periodic, bursty)}
 
 
-def speeds(series: str, n: int, seed: int) -> list[float]:
+def speeds(series: str, n: int, seed: int, noise: float = NOISE) -> list[float]:
     """Return `n` speeds of this series in samples/s, each with independent noise."""
     generator = np.random.default_rng([seed, list(SERIES).index(series)])
-    return [float(v) for v in SPEED * SERIES[series](n, generator) * generator.lognormal(0.0, NOISE, n)]
+    return [float(v) for v in SPEED * SERIES[series](n, generator) * generator.lognormal(0.0, noise, n)]
 
 
 def error(name: str, observed: Sequence[float], seed: int, iteration_s: float = math.inf) -> float:
@@ -74,9 +74,9 @@ def error(name: str, observed: Sequence[float], seed: int, iteration_s: float = 
     return statistics.fmean(errors[SCORED_FROM:])
 
 
-def errors(series: str, name: str, n: int, iteration_s: float = math.inf) -> list[float]:
+def errors(series: str, name: str, n: int, iteration_s: float = math.inf, seeds: Sequence[int] = SEEDS) -> list[float]:
     """Return the error for each seed."""
-    return [error(name, speeds(series, n, seed), seed, iteration_s) for seed in SEEDS]
+    return [error(name, speeds(series, n, seed), seed, iteration_s) for seed in seeds]
 
 
 def measure(n: int = 2000, repetitions: int = 5) -> list[Figure]:

@@ -222,9 +222,10 @@ class FakeWindow:
     def sync(self) -> None:
         operate()
         stored = self.local != self.synced
-        self.public[stored] = self.local[stored]
+        self.public[stored] = self.synced[stored] = self.local[stored]
         operate()
-        self.local[:] = self.synced[:] = self.public
+        seen = self.local == self.synced  # another thread of this rank may have stored the rest meanwhile
+        self.local[seen] = self.synced[seen] = self.public[seen]
 
     def free(self) -> None:
         pass

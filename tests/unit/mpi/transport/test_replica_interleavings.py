@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -51,11 +52,11 @@ class Readers(RuleBasedStateMachine):
             return
         self.seen[reader] = max(self.seen[reader], self.published)
         rank = reader % len(self.replicas)
+        self.calls[reader] = Call(self.memory, rank, partial(self.read, self.replicas[rank], reader))
+
+    def read(self, replica: PublishedReplica, reader: int) -> tuple[int, list[float]]:
         into, weight = torch.full((2,), -1.0, dtype=torch.float64), torch.full((1,), -1.0, dtype=torch.float64)
-        read = self.replicas[rank].read
-        self.calls[reader] = Call(
-            self.memory, rank, lambda: (read(0, into, reader, weight), [*into.tolist(), weight.item()])
-        )
+        return replica.read(0, into, reader, weight), [*into.tolist(), weight.item()]
 
     @rule(moves=st.lists(st.tuples(st.integers(0, 29), STEPS, st.integers(0, 3)), min_size=1, max_size=6))
     def act(self, moves: list[tuple[int, int, int]]) -> None:
@@ -121,6 +122,18 @@ def _fake_windows(monkeypatch):
 
 def test_no_order_of_operations_tears_a_read():
     run_state_machine_as_test(Readers, settings=STATEFUL)
+
+
+class Lookers(Readers):
+    """Ranks look at the serial number alone."""
+
+    def read(self, replica: PublishedReplica, reader: int) -> tuple[int, list[float]]:
+        serial = replica.serial_of(0, reader)
+        return serial, [serial] * 3
+
+
+def test_no_order_of_operations_gives_a_wrong_serial_number():
+    run_state_machine_as_test(Lookers, settings=STATEFUL)
 
 
 class FillsTheCurrentRow(SteppedReplica):
@@ -219,8 +232,12 @@ class CountsBeforeItLooks(SteppedReplica):
         (RemembersTheDead, "refused"),
         (TakesTheLivingForDead, "torn"),
         (SaysTooLateThatItReads, "torn"),
-        (CountsBeforeItLooks, "torn"),
+        (CountsBeforeItLooks, "refused"),
     ],
 )
 def test_a_broken_replica_is_caught(broken, message):
     assert_caught(type("Broken", (Readers,), {"replica_class": broken}), message)
+
+
+def test_one_who_looks_without_an_end_is_caught():
+    assert_caught(type("Broken", (Lookers,), {"replica_class": NeverFinishes}), "refused")
