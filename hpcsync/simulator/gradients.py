@@ -107,7 +107,12 @@ class Gradients:
 
     def all_buffers(self) -> list[torch.Tensor]:
         """Return the buffers of all workers."""
-        return [self.buffers(worker) for worker in range(len(self._contexts))]
+        return [self.buffers(worker) for worker in range(len(self._contexts))] if self.has_buffers else []
+
+    @property
+    def has_buffers(self) -> bool:
+        """Whether the model has buffers."""
+        return self._buffers.n_words > 0
 
 
 def worker_batches(job: Job, workload: Workload, worker: int) -> Iterator[Any]:

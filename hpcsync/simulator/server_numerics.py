@@ -115,6 +115,7 @@ class Numerics(NoNumerics):
         self._store = Store(buffers, slots, np.zeros(n_workers + 1, np.int64), rule, size)
         self.contributions = contributions.in_turn(job, self._versions[0], spec.on_worker)
         self._copy = torch.empty_like(self._flat.weights)
+        self._has_buffers = self._gradients.has_buffers
         self._buffers: dict[int, torch.Tensor] = {}  # worker -> its buffers as of its latest push
 
     def grant(self, worker: int) -> None:
@@ -171,16 +172,20 @@ class Numerics(NoNumerics):
 
     def delivered(self, worker: int) -> None:
         """Keep the worker's buffers: its push has arrived."""
-        self._buffers[worker] = self._gradients.buffers(worker)
+        if self._has_buffers:
+            self._buffers[worker] = self._gradients.buffers(worker)
 
     def evaluate(self, workers: Sequence[int]) -> tuple[float, float]:
         """Return loss and accuracy of the current version, with the buffers of these workers."""
-        return self._evaluation(self._store.weights, [self._buffers[worker] for worker in workers])
+        return self._evaluation(self._store.weights, self._buffers_of(workers))
 
     def finish(self, workers: Sequence[int]) -> None:
         """Write the final weights, and the buffers of these workers, into the workload's model."""
         self._flat.weights.copy_(self._store.weights)
-        self._evaluation.finish([self._buffers[worker] for worker in workers])
+        self._evaluation.finish(self._buffers_of(workers))
+
+    def _buffers_of(self, workers: Sequence[int]) -> list[torch.Tensor]:
+        return [self._buffers[worker] for worker in workers] if self._has_buffers else []
 
     def _read(self, worker: int) -> torch.Tensor:
         """Return the current version, which stays unchanged as long as the worker's contribution needs it."""
