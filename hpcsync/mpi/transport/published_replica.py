@@ -27,6 +27,9 @@ edition, 2019, chapter 7.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import torch
 from mpi4py import MPI
@@ -200,21 +203,13 @@ class PublishedReplica(Freed):
             if weight is not None:
                 weight[:] = own[-1]
             return self.serial
-        self._say_reading(reader, 1 + peer)
-        row = self._claim(peer)
-        serial = self._copy(peer, row, into, weight, extra)
-        self._finish(peer, row)
-        self._say_reading(reader, 0)
-        return serial
+        with self._claimed_row(peer, reader) as row:
+            return self._copy(peer, row, into, weight, extra)
 
     def serial_of(self, peer: int, reader: int) -> int:
         """Return the serial number of what a `read` would copy."""
-        self._say_reading(reader, 1 + peer)
-        row = self._claim(peer)
-        serial = int(self._words.get_word(peer, self._serials + row))
-        self._finish(peer, row)
-        self._say_reading(reader, 0)
-        return serial
+        with self._claimed_row(peer, reader) as row:
+            return self._serial_in(peer, row)
 
     # ---- the owner's side ----
 
@@ -270,6 +265,15 @@ class PublishedReplica(Freed):
         self._words.local[self._reading + reader // self._n_ranks] = peer
         self._words.sync()
 
+    @contextmanager
+    def _claimed_row(self, peer: int, reader: int) -> Iterator[int]:
+        """Hold the current row of `peer`; give its number."""
+        self._say_reading(reader, 1 + peer)
+        row = self._claim(peer)
+        yield row
+        self._finish(peer, row)
+        self._say_reading(reader, 0)
+
     def _claim(self, peer: int) -> int:
         """Claim the current row, which then stays unchanged until `_finish`; return it."""
         _, row = self._unpack(self._words.fetch_add(self._n_rows, peer, CURRENT))
@@ -291,9 +295,13 @@ class PublishedReplica(Freed):
             self._rows.get(extra, peer, begin + size)
         if weight is not None:
             self._rows.get(weight, peer, begin + size + self._extra)
-        serial = int(self._words.get_word(peer, self._serials + row))
+        serial = self._serial_in(peer, row)
         self._rows.flush(peer)
         return serial
+
+    def _serial_in(self, peer: int, row: int) -> int:
+        """Return the serial number of what is in a claimed row."""
+        return int(self._words.get_word(peer, self._serials + row))
 
     def _finish(self, peer: int, row: int) -> None:
         self._words.fetch_add(1, peer, self._done + row)
