@@ -14,7 +14,7 @@ from hpcsync.config.compression import takes_ratio
 from hpcsync.config.job import Job, Script
 from hpcsync.core.job_validation import check
 from hpcsync.core.roles import Roles
-from hpcsync.core.stanza_resolution import divided, fc_share, options, resolved
+from hpcsync.core.stanza_resolution import divided, fc_share, resolved, stanza_options
 from hpcsync.training import compressor
 from hpcsync.training.flat_model import trainable
 from hpcsync.workloads.registry import Workload
@@ -100,7 +100,7 @@ def _move_rows(
 
 def _stanza_rows(job: Job, workload: Workload) -> list[tuple[str, str]]:
     assert not isinstance(job.workload, Script)
-    paradigm = options(job)
+    paradigm = stanza_options(job)
     shape = divided(job, workload).shape
     share = fc_share(job, shape)
     back = job.workload.batch_size * shape.activation_bytes

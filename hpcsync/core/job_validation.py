@@ -16,7 +16,7 @@ from hpcsync.config import torch_optimizers
 from hpcsync.config.errors import JobError, shown
 from hpcsync.config.job import Job, Script, refuse_unevaluated
 from hpcsync.config.workloads import Timing
-from hpcsync.core.stanza_resolution import options
+from hpcsync.core.stanza_resolution import stanza_options
 from hpcsync.planning.checks import is_number
 from hpcsync.training import compressor
 from hpcsync.training.flat_model import flat_dtype, trainable
@@ -196,7 +196,7 @@ def _refuse_renormalisation(job: Job, name: str, model: torch.nn.Module, trained
 @contextmanager
 def _of_the_cut(job: Job) -> Iterator[str]:
     """Give the name of the cut, and report a ValueError as an error of the key paradigm.cut."""
-    name = options(job).cut
+    name = stanza_options(job).cut
     try:
         yield name
     except ValueError as error:

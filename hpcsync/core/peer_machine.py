@@ -117,7 +117,7 @@ class PeerMachine(Stateful):
         self._n_workers = job.cluster.workers
         self._n_takers = len(job.takers)
         self._lr, self._rate = learning_rate(job), worker_rate(job)  # of the shared model, and of a replica
-        self._evaluated, self._publishes = evaluated, evaluated or method.transport == "published"
+        self._evaluated, self._publishes = evaluated, evaluated or method.peers_read
         self._evaluations = EvaluationSchedule(job.evaluation.every_samples if method.synchronous else 0)
 
     # ---- an iteration ----

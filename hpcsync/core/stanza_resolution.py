@@ -45,7 +45,7 @@ class Divided(NamedTuple):
     batch: Sequence[torch.Tensor] = ()
 
 
-def options(job: Job) -> StanzaOptions:
+def stanza_options(job: Job) -> StanzaOptions:
     """Return the options of this layer-separating job."""
     assert job.paradigm.separates_layers
     return cast(StanzaOptions, job.paradigm)
@@ -57,7 +57,7 @@ def divided(job: Job, workload: Workload) -> Divided:
     if isinstance(job.workload, Timing):
         return Divided(job.workload.shape)
     assert workload.train is not None
-    halves = cut(workload.model, options(job).cut)
+    halves = cut(workload.model, stanza_options(job).cut)
     batch = fetch(workload.train, np.arange(job.workload.batch_size))
     return Divided(shape(halves, batch), halves, batch)
 
@@ -72,7 +72,7 @@ def fc_share(job: Job, shape: Shape) -> float:
     JobError
         If there are no operations to count.
     """
-    if (share := options(job).fc_share) is not None:
+    if (share := stanza_options(job).fc_share) is not None:
         return share
     if shape.conv_flops + shape.fc_flops == 0:
         raise JobError(
@@ -101,7 +101,7 @@ def resolved(job: Job, workload: Workload, link: Link | None = None) -> Job:
     """
     if not job.paradigm.open_keys:
         return job
-    paradigm = options(job)
+    paradigm = stanza_options(job)
     model = divided(job, workload)
     paradigm = replace(paradigm, fc_share=fc_share(job, model.shape))
     if paradigm.fc_workers == "auto":

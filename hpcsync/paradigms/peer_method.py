@@ -321,6 +321,11 @@ class PeerMethod:
     period = 1
     evaluated_after = False
 
+    @property
+    def peers_read(self) -> bool:
+        """True if workers read each other's published weights."""
+        return self.transport == "published"
+
     def exchange(self, worker: PeerState, round: int) -> Actions:
         """Exchange in a round of this worker, counted from 1; not called with `one_model`."""
         raise NotImplementedError

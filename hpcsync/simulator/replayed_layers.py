@@ -21,7 +21,7 @@ import numpy as np
 from hpcsync.config.cluster import ClusterEvent
 from hpcsync.config.errors import JobError, shown
 from hpcsync.config.job import Job, Script
-from hpcsync.core.stanza_resolution import divided, options
+from hpcsync.core.stanza_resolution import divided, stanza_options
 from hpcsync.simulator.event_loop import Loop
 from hpcsync.simulator.peer_transfers import InOrder, Links, Then
 from hpcsync.simulator.replayed_times import Columns, recorded_trace
@@ -40,7 +40,7 @@ def columns(job: Job, exchanges: Rows) -> list[Columns]:
         `compute_s` is the time of the whole model for the batch of a convolution worker, `to_server_s` and `to_begin_s`
         of a convolution worker are the transfers of a piece to the other group and back, `comm_s` is the all-reduce.
     """
-    groups, stanza = job.groups, options(job)
+    groups, stanza = job.groups, stanza_options(job)
     exchanges = exchanges[exchanges["batch_size"] > 0]
     exchanges = exchanges[np.argsort(exchanges["iteration"], kind="stable")]
     each = [exchanges[exchanges["worker"] == worker] for worker in range(groups.n_workers)]
@@ -130,7 +130,7 @@ def read(job: Job, workload: Workload) -> tuple[list[Columns], tuple[ClusterEven
     n_iterations = np.bincount(steps["worker"], minlength=trace.n_workers)
     if not n_iterations.all():
         raise JobError(f"{key}: must be of a run with an iteration of worker {n_iterations.argmin()}, it has none")
-    if not 0.0 < options(job).shares[2] < 1.0:
+    if not 0.0 < stanza_options(job).shares[2] < 1.0:
         raise JobError(f"{key}: must come with paradigm.fc_share between 0 and 1")
     return columns(job, steps), trace.job.cluster.events
 
@@ -153,7 +153,7 @@ class RecordedLinks(Links):
     def __init__(self, loop: Loop, job: Job, times: Sequence[Columns], size_bytes: int) -> None:
         super().__init__(loop, None, len(times), size_bytes)
         self._times, self._groups = times, job.groups
-        self._n_pieces = options(job).micro_batches
+        self._n_pieces = stanza_options(job).micro_batches
         self._all_reduces_s = {
             group[0]: cycle(np.min([times[worker].comm_s for worker in group], axis=0).tolist())
             for group in (job.groups.fc, job.groups.convolution)

@@ -20,7 +20,7 @@ from typing import Any
 
 from hpcsync.config.job import Job
 from hpcsync.core.peer_coordinator import ring_bytes
-from hpcsync.core.stanza_resolution import divided, options
+from hpcsync.core.stanza_resolution import divided, stanza_options
 from hpcsync.paradigms.peer_method import PENDING, Agreed, ExchangeResult, StepCounts
 from hpcsync.paradigms.records import ALL_PEERS
 from hpcsync.simulator.peer_numerics import NullNumerics
@@ -94,7 +94,7 @@ class StanzaSimulation(PeerSimulation):
         super().__init__(job, workload, *of_every_run)
         groups, shape = job.groups, model.shape
         self.attributes = shape.attributes()
-        forward, backward, above = options(job).shares
+        forward, backward, above = stanza_options(job).shares
         forward_bytes, backward_bytes = shape.activation_bytes + shape.label_bytes, shape.activation_bytes
         self._fc = _Group(groups.fc, shape.fc_bytes, backward_bytes, 0.0, above, is_fc=True)
         self._convolution = _Group(groups.convolution, shape.conv_bytes, forward_bytes, forward, backward, is_fc=False)
@@ -107,7 +107,7 @@ class StanzaSimulation(PeerSimulation):
             for source, partners in enumerate(self._partners)
             for target in partners
         }
-        self._n_pieces = options(job).micro_batches
+        self._n_pieces = stanza_options(job).micro_batches
         for state, group in zip(self._workers, self._group_of, strict=True):
             state.step_s = state.step_s * group.size_bytes / self._links.size_bytes
         self._last = math.inf  # iteration

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hpcsync.config.job import Job
-from hpcsync.core.stanza_resolution import options
+from hpcsync.core.stanza_resolution import stanza_options
 from hpcsync.simulator.evaluation import Evaluation
 from hpcsync.simulator.gradients import WorkerContext, worker_batches
 from hpcsync.training.buffers import Buffers
@@ -58,7 +58,7 @@ class TwoHalves:
     gradient_sq = mean_gradient_sq = math.nan  # no worker has a gradient of the whole model
 
     def __init__(self, job: Job, workload: Workload, halves: ModelSplit) -> None:
-        self._groups, self._n_pieces = job.groups, options(job).micro_batches
+        self._groups, self._n_pieces = job.groups, stanza_options(job).micro_batches
         self._parameters = trainable(workload.model)
         self._evaluation = Evaluation(job, workload)
         self._buffers = Buffers(workload.model)

@@ -14,7 +14,7 @@ from hpcsync.config.errors import JobError, shown
 from hpcsync.core.peer_coordinator import BatchDivision, create_batch_division
 from hpcsync.core.peer_machine import Computed, PeerMachine, create_method
 from hpcsync.core.session import Asked, Batches
-from hpcsync.core.stanza_resolution import options
+from hpcsync.core.stanza_resolution import stanza_options
 from hpcsync.mpi.collectives.model_parts import Layers, SeparatedLayers
 from hpcsync.mpi.peer.channel import PeerChannel
 from hpcsync.mpi.peer.exchange import AllReducing, Averaging, Exchange, Setup, Swapping
@@ -58,14 +58,13 @@ class PeerSession(RankSession):
         self._estimator = estimator(job, comm.rank)  # before the clock starts: it takes seconds
         layers = Layers(comm, given.model)
         if job.paradigm.separates_layers:
-            layers = SeparatedLayers(comm, given.model, options(job).cut, job.groups)
+            layers = SeparatedLayers(comm, given.model, stanza_options(job).cut, job.groups)
         super().__init__(given, layers)
         run = checkpoints.state(RUN)
         self._monitor: Monitor | None = None  # on rank 0
         method = create_method(job)
         # A script may give an evaluation to rank 0 alone.
         evaluated = comm.bcast(given.evaluate is not None) and job.evaluation.every_samples > 0
-        peers_read = method.transport == "published"
         self._link = PeerChannel(
             comm,
             self.flat.size,
@@ -73,7 +72,7 @@ class PeerSession(RankSession):
             transport,
             tolerant=self._tolerant,
             buffer_words=self._buffers.n_words,
-            published_rows=PEERS_ROWS if peers_read else EVALUATED_ROWS if evaluated else UNREAD_ROWS,
+            published_rows=PEERS_ROWS if method.peers_read else EVALUATED_ROWS if evaluated else UNREAD_ROWS,
         )
         self._division = create_batch_division(job)
         if not method.synchronous:  # if the run was resumed with fewer workers, the last ones are missing

@@ -23,7 +23,7 @@ import torch
 from hpcsync.config.errors import JobError, shown
 from hpcsync.config.job import Script
 from hpcsync.core.iterations import Iterations
-from hpcsync.core.stanza_resolution import options
+from hpcsync.core.stanza_resolution import stanza_options
 from hpcsync.mpi.collectives.model_parts import SeparatedLayers
 from hpcsync.mpi.peer.activation_exchange import ActivationExchange, Rows
 from hpcsync.mpi.peer.exchange import Setup, Summing
@@ -50,7 +50,7 @@ class StanzaExchange(Summing):
     participates = False  # no worker can continue without the others
 
     def __init__(self, setup: Setup) -> None:
-        job, layers, stanza = setup.job, cast("SeparatedLayers", setup.layers), options(setup.job)
+        job, layers, stanza = setup.job, cast("SeparatedLayers", setup.layers), stanza_options(setup.job)
         super().__init__(setup, layers.group, lambda: self._overlaps)
         self._layers, self._groups, self._pieces = layers, layers.groups, stanza.micro_batches
         self._cut = stanza.cut

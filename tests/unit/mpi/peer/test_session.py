@@ -28,6 +28,7 @@ from hpcsync.mpi.peer.gossip import Pushing
 from hpcsync.mpi.rank0.run_recorder import RunRecorder
 from hpcsync.mpi.transport import shm_budget
 from hpcsync.mpi.transport.backoff import Backoff
+from hpcsync.mpi.transport.messages import StepInfoKind
 from hpcsync.mpi.transport.published_replica import PublishedReplica
 from hpcsync.paradigms.records import ALL_PEERS, NO_PEER
 from hpcsync.planning.batch_allocation import Estimate
@@ -141,6 +142,22 @@ def test_weights_are_published_if_they_are_read(comm, needs, folder, monkeypatch
             sync.step(0.0)
     during_the_run = published[comm.rank] > 2  # at its begin and its end
     assert during_the_run == (evaluated != "by none" or paradigm == "pull")
+
+
+def test_final_weights_are_published_before_a_worker_settles(comm, needs, folder, monkeypatch):
+    """The final mean would contain the first weights of a worker that dies between the two."""
+    needs(2)
+    at_settling: list[int] = []
+    send = PeerChannel.send_status
+
+    def noting(self: PeerChannel, kind: int) -> None:
+        if kind == StepInfoKind.SETTLED:
+            at_settling.append(self.published.serial)
+        send(self, kind)
+
+    monkeypatch.setattr(PeerChannel, "send_status", noting)
+    on_some(comm, job(PARADIGMS["push"], comm.size, evaluation={"every_samples": 0}), folder)
+    assert at_settling and min(at_settling) > 1
 
 
 @pytest.mark.parametrize(
