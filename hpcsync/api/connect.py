@@ -37,8 +37,9 @@ from hpcsync.system.process_cleanup import unlink_attached
 from hpcsync.system.signals import telling_that_mpi_starts
 from hpcsync.training.buffers import Calibrate
 from hpcsync.training.flat_model import device_of
+from hpcsync.training.optimizer_groups import is_number, parameters_of
 from hpcsync.training.optimizers import OptimizerSpec
-from hpcsync.training.script_optimizers import REFUSED, describe, holds_another, is_number, parameters_of, unwrapped
+from hpcsync.training.script_optimizers import REFUSED, describe, holds_another, unwrapped
 from hpcsync.workloads.registry import Evaluate
 
 if TYPE_CHECKING:

@@ -17,7 +17,8 @@ from hpcsync.core.step_problems import ProblemReport, StepChecks
 from hpcsync.paradigms.records import PushInfo
 from hpcsync.training.buffers import Buffers, Calibrate
 from hpcsync.training.lr_schedule import EvaluationSchedule, learning_rate
-from hpcsync.training.script_optimizers import parameters_of, replace_step, scaled_rates, unscale
+from hpcsync.training.optimizer_groups import parameters_of, scaled_rates
+from hpcsync.training.script_optimizers import replace_step, unscale
 from hpcsync.workloads.registry import Evaluate, aimed
 
 

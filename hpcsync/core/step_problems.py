@@ -14,7 +14,7 @@ from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job, Script
 from hpcsync.paradigms.records import Problem, PushInfo, StepInfo
 from hpcsync.training.flat_model import FlatModel, squared_norm
-from hpcsync.training.script_optimizers import parameters_of
+from hpcsync.training.optimizer_groups import parameters_of
 
 NOT_FINITE = {
     Problem.LOSS_NOT_FINITE: "the loss is not finite",

@@ -47,11 +47,11 @@ from hpcsync.training.buffers import Buffers, Calibrate
 from hpcsync.training.flat_model import FlatModel
 from hpcsync.training.gradient import Loss
 from hpcsync.training.loading import different_data
+from hpcsync.training.optimizer_groups import parameters_of
 from hpcsync.training.optimizers import OptimizerSpec
 from hpcsync.training.script_optimizers import (
     ScriptOptimizers,
     different_rates,
-    parameters_of,
     replace_step,
     same,
     unscale,

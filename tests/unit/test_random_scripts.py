@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hpcsync.system import garbage
-from hpcsync.training.script_optimizers import PieceOptimizer, ScriptOptimizers
+from hpcsync.training.piece_optimizer import PieceOptimizer
+from hpcsync.training.script_optimizers import ScriptOptimizers
 from tests.random_scripts import Case, draw, examine
 
 SEED, SCRIPTS = 1, 12

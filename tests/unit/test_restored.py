@@ -49,7 +49,8 @@ from hpcsync.training.local_update import NullPeer, Outer, Peer
 from hpcsync.training.lr_schedule import EvaluationSchedule
 from hpcsync.training.optimizers import ELEMENTWISE, LocalOptimizer, OptimizerSpec
 from hpcsync.training.parameter_store import Store, row_size
-from hpcsync.training.script_optimizers import OwnOptimizer, PieceOptimizer, ScriptOptimizers
+from hpcsync.training.piece_optimizer import PieceOptimizer
+from hpcsync.training.script_optimizers import OwnOptimizer, ScriptOptimizers
 from hpcsync.training.speed_models import predictor
 from hpcsync.training.update_rules import Commit, DelayCompensated, DelayedNesterov, Descent, Elastic
 from tests.counting import CountingAdam

@@ -19,7 +19,7 @@ from hpcsync.mpi.session_base import Given, RankSession
 from hpcsync.mpi.transport import messages
 from hpcsync.training import compressor, loading, update_rules
 from hpcsync.training.optimizers import OptimizerSpec, ServerOptimizer
-from hpcsync.training.script_optimizers import PieceOptimizer
+from hpcsync.training.piece_optimizer import PieceOptimizer
 
 # What `loss`, `total / n`, `losses[-1]` and `max(losses)` raise after a loop without batches.
 OF_EMPTY_LOOPS = (NameError, ZeroDivisionError, IndexError, ValueError)

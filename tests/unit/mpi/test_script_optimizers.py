@@ -24,7 +24,7 @@ from hpcsync.config.errors import JobError
 from hpcsync.core.step_problems import WRONG, ProblemReport
 from hpcsync.paradigms.records import Problem, PushInfo
 from hpcsync.trace.reader import load
-from hpcsync.training import script_optimizers
+from hpcsync.training import optimizer_groups, script_optimizers
 from hpcsync.training.sampler import batches
 from tests.counting import Counting
 
@@ -487,7 +487,7 @@ def test_a_server_that_ignores_what_workers_state_is_noticed(comm, needs, folder
     needs(2)
     case = "two groups, scheduled" if broken == "numbers" else "thawing"
     if broken == "numbers":
-        monkeypatch.setattr(script_optimizers._Groups, "set_numbers", lambda *_: None)
+        monkeypatch.setattr(optimizer_groups.Groups, "set_numbers", lambda *_: None)
     else:
         monkeypatch.setattr(script_optimizers.ScriptOptimizers, "present", [True] * 6)
     found = trained(case, "bsp", comm, folder)

@@ -22,7 +22,6 @@ from hpcsync.config.errors import JobError
 from hpcsync.mpi.transport.thread_ranks import run
 from hpcsync.system import garbage
 from hpcsync.trace.reader import load
-from hpcsync.training import script_optimizers
 from tests.scripts_before import (
     BATCH,
     NAMES,
@@ -223,13 +222,15 @@ def stepping_all(self: Any) -> list[bool]:
     return [p.grad is not None for p in self.flat.parameters]
 
 
-PRESENT, NUMBERS = "ScriptOptimizers.present", "_Groups.set_numbers"
+PRESENT = "hpcsync.training.script_optimizers.ScriptOptimizers.present"
+NUMBERS = "hpcsync.training.optimizer_groups.Groups.set_numbers"
+CLIPPED = "hpcsync.training.piece_optimizer.clipped"
 BROKEN: dict[str, tuple[str, Any]] = {
     "finetuning": (PRESENT, property(lambda self: [True] * len(self.flat.parameters))),
     "iterable": (NUMBERS, lambda *_: None),
-    "transformer": ("clipped", lambda norm, limit: 1.0),
-    "fabric": ("clipped", lambda norm, limit: 1.0),
-    "trainer": ("clipped", lambda norm, limit: 1.0),
+    "transformer": (CLIPPED, lambda norm, limit: 1.0),
+    "fabric": (CLIPPED, lambda norm, limit: 1.0),
+    "trainer": (CLIPPED, lambda norm, limit: 1.0),
 }
 
 
@@ -237,12 +238,12 @@ BROKEN: dict[str, tuple[str, Any]] = {
 def test_a_server_that_steps_otherwise_is_noticed(installed, name, tmp_path, monkeypatch):
     what, replacement = BROKEN[name]
     before = plain(name, CASES[name], 2)
-    monkeypatch.setattr(f"{script_optimizers.__name__}.{what}", replacement)
+    monkeypatch.setattr(what, replacement)
     assert distance(trained(name, "bsp", 1, 2, tmp_path / "run").models, before.models) > 1e-6
 
 
 def test_a_worker_that_would_step_both_models_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(f"{script_optimizers.__name__}.{PRESENT}", property(stepping_all))
+    monkeypatch.setattr(PRESENT, property(stepping_all))
     with pytest.raises(JobError, match="all workers must step the same optimizer in the same update"):
         trained("gan", "bsp", 1, 2, tmp_path / "run")
 

@@ -9,7 +9,9 @@ import torch
 
 from hpcsync.config.errors import JobError
 from hpcsync.training.flat_model import FlatModel
-from hpcsync.training.script_optimizers import PieceOptimizer, ScriptOptimizers, _lay_out_kept, scaled_rates, unscale
+from hpcsync.training.optimizer_groups import lay_out_kept, scaled_rates
+from hpcsync.training.piece_optimizer import PieceOptimizer
+from hpcsync.training.script_optimizers import ScriptOptimizers, unscale
 from tests.counting import Counting
 
 
@@ -98,7 +100,7 @@ def test_what_an_optimizer_keeps_for_all_parameters_stays_as_it_is():
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     optimizer.state["k"] = torch.tensor([0])
-    _lay_out_kept([optimizer])
+    lay_out_kept([optimizer])
     assert optimizer.state["k"] == 0
 
 
