@@ -21,7 +21,8 @@ from hpcsync.core.device_speed import Device, device
 from hpcsync.core.session import Asked, Batches, WithoutBatch
 from hpcsync.state import Stateful
 from hpcsync.system import loader_processes
-from hpcsync.training.loading import Batch, Ordered, Part, Source, refuse, set_epoch, source
+from hpcsync.training.batch_sources import Batch, Ordered, Part, Source
+from hpcsync.training.loading import refuse, set_epoch, source
 from hpcsync.training.sampler import whole_batches
 
 CALL_S = 5e-4  # seconds between two calls while padding

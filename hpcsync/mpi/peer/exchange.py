@@ -29,9 +29,9 @@ from hpcsync.paradigms.records import ALL_PEERS
 from hpcsync.state import Stateful
 from hpcsync.trace.schema import Phase
 from hpcsync.training import compressor
+from hpcsync.training.batch_sources import Source
 from hpcsync.training.buffers import Buffers
 from hpcsync.training.flat_model import FlatModel, squared_norm
-from hpcsync.training.loading import Source
 from hpcsync.training.local_update import Outer, Peer, PushSumPeer, Received
 from hpcsync.training.optimizers import OptimizerSpec
 from hpcsync.training.script_optimizers import ScriptOptimizers

@@ -14,7 +14,7 @@ from hpcsync.mpi.transport.pair_exchange import PairExchange
 from hpcsync.paradigms.peer_method import Actions, ExchangeResult
 from hpcsync.state import built
 from hpcsync.trace.schema import Phase
-from hpcsync.training.loading import Source
+from hpcsync.training.batch_sources import Source
 from hpcsync.training.local_update import Received
 
 

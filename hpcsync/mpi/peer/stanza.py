@@ -31,8 +31,8 @@ from hpcsync.mpi.transport import cuda
 from hpcsync.paradigms.peer_method import Agreed, ExchangeResult, StepCounts
 from hpcsync.paradigms.records import ALL_PEERS
 from hpcsync.planning.split_cost import Shape
+from hpcsync.training.batch_sources import Ordered, Source
 from hpcsync.training.flat_model import trainable
-from hpcsync.training.loading import Ordered, Source
 from hpcsync.training.model_split import ModelSplit, activation_shape, check_halves, tensors_of, without_values
 
 

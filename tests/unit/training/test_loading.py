@@ -26,7 +26,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 from hpcsync.config.errors import JobError
 from hpcsync.training import loading
-from hpcsync.training.loading import Ordered, Part, Read, different_data, n_samples, source
+from hpcsync.training.batch_sources import Ordered, Part, Read, n_samples
+from hpcsync.training.loading import different_data, source
 from hpcsync.training.sampler import batches, sequence_indices
 
 SEED, SIZE = 9, 22
