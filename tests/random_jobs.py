@@ -30,7 +30,7 @@ from typing import Any
 import tomli_w
 from typer.testing import CliRunner
 
-from hpcsync.api.connect import agree
+from hpcsync.api.ranks import agree
 from hpcsync.cli.app import app
 from hpcsync.cli.rank_main import train
 from hpcsync.config.errors import JobError

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
-from hpcsync.api.connect import join
+from hpcsync.api.ranks import join
 from hpcsync.bench.figures import Figure, in_turn
 from hpcsync.config.job import Job
 from hpcsync.mpi.collectives.bucket_reducer import BucketReducer

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hpcsync.api.connect import aborting, agree, join, world
+from hpcsync.api.ranks import aborting, agree, join, world
 from hpcsync.api.user_errors import end_refused
 from hpcsync.config import job as jobs
 from hpcsync.config.errors import JobError

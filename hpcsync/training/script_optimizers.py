@@ -17,6 +17,7 @@ optimizer that is not element-wise needs whole parameters.
 
 from __future__ import annotations
 
+import inspect
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -404,6 +405,39 @@ def different_rates(last: Iterable[tuple[tuple[int, int], list[float]] | None]) 
                     "follows a loss, such as ReduceLROnPlateau, must get the same one on every worker"
                 )
     return ""
+
+
+def trained_parameters(optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Return the parameters that the optimizers have, in the order of the model.
+
+    Raises
+    ------
+    JobError
+        If an optimizer cannot run, or has a parameter that is not the model's or that another one has.
+    """
+    for optimizer in optimizers:
+        refused = next((each for each in REFUSED if isinstance(optimizer, each)), None)
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        if refused is None and closure is not None and closure.default is inspect.Parameter.empty:
+            refused = torch.optim.LBFGS  # another like it
+        if refused is not None:
+            raise JobError(f"optimizer {type(optimizer).__name__}: must be one without {REFUSED[refused]}")
+        if not all(is_number(group.get("lr")) for group in optimizer.param_groups):
+            raise JobError(
+                f"optimizer {type(optimizer).__name__}: must have a learning rate (lr), a number, in each of its groups"
+            )
+    given = [*parameters_of(*optimizers)]
+    own = {id(p) for p in model.parameters()}
+    if any(id(p) not in own for p in given):
+        raise JobError(
+            "optimizer: must have parameters of the model only; a parameter in its groups is not the model's"
+        )
+    if len({id(p) for p in given}) < len(given):
+        raise JobError("optimizer: must have each parameter once; several optimizers have the same")
+    if not given:
+        raise JobError("optimizer: must have a parameter")
+    chosen = {id(p) for p in given}
+    return [p for p in model.parameters() if id(p) in chosen]
 
 
 def describe(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from mpi4py import MPI
 
-from hpcsync.api.connect import agree
+from hpcsync.api.ranks import agree
 from hpcsync.audit.trace_audit import audit
 from hpcsync.cli.rank_main import train
 from hpcsync.config.job import Job

@@ -15,7 +15,7 @@ from hpcsync.system import launched_ranks, launcher, rank_environment
 from tests.runs.processes import RANK_VARIABLES, ended, started
 
 WITHOUT_RANK_1 = (
-    "from hpcsync.api.connect import world; from hpcsync.system.rank_environment import expected_rank\n"
+    "from hpcsync.api.ranks import world; from hpcsync.system.rank_environment import expected_rank\n"
     "if expected_rank() == 1: raise KeyError('lost')\n"
     "{}"
 )

@@ -71,7 +71,7 @@ ON_A_RANK = """
 import sys
 import hpcsync.cli.app, hpcsync.cli.rank_main
 import torch
-from hpcsync.api.connect import _session_class
+from hpcsync.api.ranks import _session_class
 from hpcsync.config.job import Job
 from hpcsync.training.optimizers import OptimizerSpec, step_flat
 from hpcsync.workloads.registry import build

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from mpi4py import MPI
 
-from hpcsync.api.connect import world
+from hpcsync.api.ranks import world
 from hpcsync.system.process_cleanup import ATTACHED
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from hpcsync import connect, device
-from hpcsync.api.connect import aborting, agree, world
+from hpcsync.api.ranks import aborting, agree, world
 from hpcsync.config.errors import JobError
 from hpcsync.mpi import session_base
 from hpcsync.run_dir.checkpoint import RUN, Checkpoints

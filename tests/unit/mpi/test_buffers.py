@@ -11,7 +11,7 @@ from mpi4py import MPI
 from safetensors.torch import load_file
 
 import hpcsync
-from hpcsync.api import connect
+from hpcsync.api import ranks
 from hpcsync.cli.rank_main import train as run_job
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
@@ -127,7 +127,7 @@ def train(comm: MPI.Intracomm, this: Job, folder: Any, history: dict[Any, Any], 
 
     model = workload.model
     calibrate = calibration(this, workload)
-    with connect.join(comm, this, model, optimizer_spec(this), evaluate, folder, None, calibrate) as sync:
+    with ranks.join(comm, this, model, optimizer_spec(this), evaluate, folder, None, calibrate) as sync:
         for x, y in sync.shard(workload.train, 4, epochs=None):
             sync.flat.zero_gradient()
             model.train()

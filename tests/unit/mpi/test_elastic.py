@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpcsync.api import connect
+from hpcsync.api import ranks
 from hpcsync.audit.trace_audit import audit
 from hpcsync.cli.rank_main import train
 from hpcsync.config.job import Job
@@ -66,7 +66,7 @@ def positions(comm: Any, this: Job, folder: Any, exchanges: int = 20) -> tuple[n
     """
     workload = check(this)
     period = this.paradigm.period
-    with connect.join(comm, this, workload.model, optimizer_spec(this), None, folder) as sync:
+    with ranks.join(comm, this, workload.model, optimizer_spec(this), None, folder) as sync:
         left = 0
         if sync.worker is not None:
             sync.flat.weights.add_(sync.worker + 1.0)

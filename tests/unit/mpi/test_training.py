@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from hpcsync.api import connect
+from hpcsync.api import ranks
 from hpcsync.cli.rank_main import train
+from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
 from hpcsync.core.job_validation import check, optimizer_spec
 from hpcsync.paradigms.ssp import SspOptions
@@ -111,7 +112,7 @@ def test_workers_may_finish_early(comm, needs, folder, paradigm):
     needs(2)
     this = job(paradigm, 1, comm.size - 1, stop={"updates": 10**6})
     workload = check(this)
-    with connect.join(comm, this, workload.model, optimizer_spec(this), workload.evaluate, folder) as sync:
+    with ranks.join(comm, this, workload.model, optimizer_spec(this), workload.evaluate, folder) as sync:
         left = 0 if sync.worker is None else 10 + 15 * sync.worker
         leaving(sync, this, workload, left)
     weights = comm.allgather(sync.flat.weights.numpy())
@@ -139,7 +140,7 @@ def test_evaluation_delays_no_worker(comm, needs, folder):
         return 0.0, 0.0
 
     workload = check(this)
-    with connect.join(comm, this, workload.model, optimizer_spec(this), evaluate, folder) as sync:
+    with ranks.join(comm, this, workload.model, optimizer_spec(this), evaluate, folder) as sync:
         for x, y in sync.shard(workload.train, batch_size=8, epochs=None):
             sync.flat.zero_gradient()
             loss = workload.loss(workload.model, x, y)
@@ -167,6 +168,6 @@ def test_a_job_of_another_size_is_refused_on_every_rank(comm, needs, folder):
     n = comm.size
     takes = f"cluster.workers = {n}: with cluster.servers = 1 this takes {n + 1} ranks, but there are {n}$"
     this = job("asp", 1, n)
-    with pytest.raises(connect.JobError, match=takes):
+    with pytest.raises(JobError, match=takes):
         train(comm, this, folder / "run")
     assert not (folder / "run").exists()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from mpi4py import MPI
 
-from hpcsync.api.connect import _share_cores
+from hpcsync.api.ranks import _share_cores
 from hpcsync.config.errors import JobError
 from hpcsync.mpi.transport import node_topology
 from hpcsync.mpi.transport.backoff import CROWDED_SPIN_S, SPIN_S, Backoff
