@@ -34,7 +34,7 @@ from hpcsync.paradigms.peer_method import Agreed, StepCounts
 
 CHUNK_BYTES = {"cpu": 1 << 19, "cuda": 1 << 25}  # on the CPU a partial sum stays in the core's own cache
 LINE_BYTES = 64  # parts begin at a cache line, so that no two ranks write to the same one
-RING_BYTES = 1 << 18  # between nodes, slices from here on are reduced around a ring
+SEGMENT_BYTES = 1 << 16  # of a ring at least: each of its 2 (n - 1) steps costs a latency, MPI's way fewer of them
 WORD, WORDS = LINE_BYTES // 8, 3 * LINE_BYTES // 8  # a rank's words: one line per counter, and one for its `StepCounts`
 
 
@@ -186,7 +186,7 @@ class RingMean(MpiMean):
 
     def mean_of(self, array: np.ndarray, divisor: int) -> None:
         """Form the mean around the ring, or by MPI's all-reduce."""
-        if array.nbytes < RING_BYTES:
+        if array.nbytes < SEGMENT_BYTES * self.n_ranks:
             _mean_by_mpi(self._comm, array, divisor)
         else:
             ring_mean(self._comm, array, divisor, self._wait)

@@ -42,7 +42,7 @@ def way(request, monkeypatch):
             return NodesMean(comm, *of, Backoff(comm), comm.Split(comm.rank % 2, comm.rank))
         return {"mpi": MpiMean, "ring": RingMean}[way](comm, *of, Backoff(comm))
 
-    monkeypatch.setattr(allreduce, "RING_BYTES", 0)
+    monkeypatch.setattr(allreduce, "SEGMENT_BYTES", 0)
     monkeypatch.setattr(ring, "CHUNK_BYTES", 32)
 
     monkeypatch.setattr(bucket_reducer, "mean_vector", make)

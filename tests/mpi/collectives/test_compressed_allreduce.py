@@ -177,7 +177,7 @@ def test_factors_are_those_of_one_process(comm, monkeypatch, way):
     """The bits are equal where the ranks' own memory is used: MPI and a ring may sum in another order."""
     if way != "fastest":
         kind = {"mpi": MpiMean, "ring": RingMean}[way]
-        monkeypatch.setattr(allreduce, "RING_BYTES", 0)
+        monkeypatch.setattr(allreduce, "SEGMENT_BYTES", 0)
         monkeypatch.setattr(module, "mean_vector", lambda comm, *of: kind(comm, *of, Backoff(comm)))
     of = compression("powersgd")
     found, rest = means(comm, of)

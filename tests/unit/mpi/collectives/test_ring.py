@@ -70,10 +70,10 @@ def test_chunks_are_waited_for(comm, needs, monkeypatch, broken):
     [([0, 0, 0], SharedMean), ([0, 1, 2, 3], RingMean), ([0, 0, 1, 1], NodesMean), ([0, 1, 1, 2, 0, 2, 2], NodesMean)],
     ids=str,
 )
-@pytest.mark.parametrize("ring_bytes", [0, 1 << 20])
+@pytest.mark.parametrize("segment_bytes", [0, 1 << 20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_mean_on_any_nodes(monkeypatch, nodes, kind, ring_bytes, dtype):
-    monkeypatch.setattr(allreduce, "RING_BYTES", ring_bytes)
+def test_mean_on_any_nodes(monkeypatch, nodes, kind, segment_bytes, dtype):
+    monkeypatch.setattr(allreduce, "SEGMENT_BYTES", segment_bytes)
     monkeypatch.setattr(ring, "CHUNK_BYTES", 256)
     n, size = len(nodes), 1000
 
@@ -101,6 +101,22 @@ def test_mean_on_any_nodes(monkeypatch, nodes, kind, ring_bytes, dtype):
         return torch.cat(seen).numpy().tobytes()
 
     assert len(set(run(n, body, world=World(n, nodes)))) == 1, "the same bits everywhere"
+
+
+@pytest.mark.parametrize("n", [2, 3, 8])
+def test_the_more_nodes_the_longer_a_slice_must_be_for_a_ring(monkeypatch, n):
+    rings = []
+    monkeypatch.setattr(allreduce, "ring_mean", lambda comm, array, *_: rings.append(array.nbytes))
+    least = n * allreduce.SEGMENT_BYTES
+
+    def body(comm):
+        mean = mean_vector(comm, least // 4, torch.float32)
+        for size in (least // 4, least // 4 - 1):
+            mean.mean(0, size, StepCounts())
+        mean.free()
+
+    run(n, body, world=World(n, list(range(n))))
+    assert rings == [least] * n
 
 
 @pytest.mark.parametrize("broken", [None, "_arrived", "_left"])

@@ -372,7 +372,7 @@ def batch_sizes(folder: Any) -> np.ndarray:
 def test_any_split_is_the_whole_batch(comm, folder, monkeypatch, foretold, way, overlap):
     if way != "fastest":
         kind = {"mpi": MpiMean, "ring": RingMean}[way]
-        monkeypatch.setattr(allreduce, "RING_BYTES", 0)
+        monkeypatch.setattr(allreduce, "SEGMENT_BYTES", 0)
         monkeypatch.setattr(bucket_reducer, "mean_vector", lambda comm, *of: kind(comm, *of, Backoff(comm)))
     assert bucket_reducer.mean_vector is mean_vector or way != "fastest"
     paradigm = {**ALLREDUCE, "bucket_mb": 0.00004}
