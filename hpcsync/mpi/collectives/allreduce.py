@@ -141,7 +141,7 @@ class AgreeingMean(MeanVector):
         """Replace the slice of every rank's vector by the sum over ranks divided by `divisor`."""
 
     def _wait(self, request: Any) -> None:
-        self._backoff.until(request.Test)
+        self._backoff.complete(request.Test)
 
     def free(self) -> None:
         """Free the communicator."""

@@ -43,7 +43,7 @@ class CompressedMean(MeanVector):
         begin_s = time.perf_counter()
         own, words = np.array([*own_counts, n_bytes], np.int64), np.empty((self.n_ranks, len(own_counts) + 1), np.int64)
         request = self._comm.Iallgather(own, words)
-        self._backoff.until(request.Test)
+        self._backoff.complete(request.Test)
         self.absent_s += time.perf_counter() - begin_s
         together = agreed(words[:, :-1])
         if forming and together.n_contributing:

@@ -156,7 +156,7 @@ class PeerChannel:
         own = np.array(numbers, np.float64)
         all_ranks = np.empty((self.comm.size, len(own)))
         gathering = self.comm.Iallgather(own, all_ranks)
-        self.backoff.until(gathering.Test)
+        self.backoff.complete(gathering.Test)
         return all_ranks
 
     def wait_for_all(self) -> None:

@@ -284,8 +284,8 @@ class Reader:
     def _next(self) -> CommandRecord:
         if self._early:
             return self._early.pop()
-        until, poll = self._backoff.until, self._inbox.poll
-        while (record := CommandRecord.of(until(poll))).kind == messages.CommandKind.SAVE:
+        complete, poll = self._backoff.complete, self._inbox.poll
+        while (record := CommandRecord.of(complete(poll))).kind == messages.CommandKind.SAVE:
             self._save(record.grant.version)
         return record
 

@@ -63,13 +63,15 @@ class Backoff:
         self._since = None
 
     def pause(self) -> None:
-        """Yield the core, or sleep, for a moment."""
+        """Let transfers of others advance if that needs calls; then yield the core, or sleep, for a moment."""
         now = time.perf_counter()
         if self._since is None:
             self._since = now
         if self._helps:
             help_others(self._comm, self._deaths)
-        waited_s = now - self._since
+        self._rest(now - self._since)
+
+    def _rest(self, waited_s: float) -> None:
         self._pause(0.0 if waited_s < self._spin_s else min(self._ceiling_s, waited_s / 8))
 
     def barrier(self) -> None:
@@ -77,8 +79,7 @@ class Backoff:
 
         MPI's own `Barrier` may spin.
         """
-        together = self._comm.Ibarrier()
-        self.until(together.Test)
+        self.complete(self._comm.Ibarrier().Test)
 
     def until(self, poll: Callable[[], T | None]) -> T:
         """Wait until `poll` returns something true, and return that."""
@@ -86,6 +87,20 @@ class Backoff:
         while not (found := poll()):
             self.pause()
         return found
+
+    def complete(self, test: Callable[[], T | None]) -> T:
+        """Wait as `until` does, for what one MPI call of this rank tells, such as the `Test` of a request.
+
+        Where calls let transfers of others advance, repeated tests do so, and no other calls delay the answer.
+        """
+        if not self._helps:
+            return self.until(test)
+        began_s = time.perf_counter()
+        while True:
+            for _ in range(NETWORK_PROBES):
+                if found := test():
+                    return found
+            self._rest(time.perf_counter() - began_s)
 
 
 def help_others(comm: MPI.Intracomm, deaths: Deaths) -> None:

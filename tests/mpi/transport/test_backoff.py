@@ -59,3 +59,19 @@ def test_it_makes_mpi_calls_when_it_pauses_where_transfers_need_them(
     backoff._comm = type("Probed", (), {"Iprobe": lambda self: probes.append(1)})()
     backoff.pause()
     assert len(probes) == calls
+
+
+@pytest.mark.parametrize("one_node", [True, False])
+def test_what_a_call_of_its_own_tells_is_not_late_by_other_calls(comm, slept_s, monkeypatch, one_node):
+    monkeypatch.setattr("hpcsync.mpi.transport.backoff.on_one_node", lambda comm: one_node)
+    backoff, made, rests = Backoff(comm), [], []
+    backoff._comm = type("Probed", (), {"Iprobe": lambda self: made.append("probe")})()
+    backoff._pause = lambda seconds: rests.append(len(made))
+
+    def test() -> bool:
+        made.append("test")
+        return len(made) == 40
+
+    assert backoff.complete(test)
+    assert made == ["test"] * 40
+    assert rests == (list(range(1, 40)) if one_node else [NETWORK_PROBES, 2 * NETWORK_PROBES])
