@@ -211,6 +211,7 @@ class RunRecorder(Generic[C]):
         coordinator = self.coordinator
         if not coordinator.stopping and (line := unequal_steps(self._given.job, coordinator.done)):
             print(f"hpcsync: {line}", file=sys.stderr, flush=True)
+        self._given.checkpoints.abandon()  # a worker may have died during the last one
         self.trace.close("finished")
         layout.conclude(self._given.checkpoints.folder, self._console)
         self._close("finished")
