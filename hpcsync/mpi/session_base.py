@@ -112,8 +112,8 @@ class Given(NamedTuple):
     checkpoints: Checkpoints
     optimizer: OptimizerSpec | tuple[torch.optim.Optimizer, ...]
     evaluate: Evaluate | None
-    calibrate: Calibrate | None = None
-    log: str | None = None
+    calibrate: Calibrate | None
+    log: str | None
 
     def parameters(self, module: torch.nn.Module) -> list[torch.nn.Parameter] | None:
         """Return the parameters of a module, or of a copy of the model, that the run trains; None: all trainable ones.

@@ -65,20 +65,11 @@ class LastValue(Stateful):
 
 
 class Smoothing(Stateful):
-    """Exponential smoothing: s = beta v + (1 - beta) s, starting with the first speed.
-
-    Parameters
-    ----------
-    beta
-        Weight of the newest speed, above 0 and at most 1.
-    """
+    """Exponential smoothing: s = `BETA` v + (1 - `BETA`) s, starting with the first speed."""
 
     state_types = {"_speed": float}
 
-    def __init__(self, beta: float = BETA) -> None:
-        if not 0 < beta <= 1:
-            raise ValueError(f"beta must have 0 < beta <= 1, got {beta}")
-        self._beta = beta
+    def __init__(self) -> None:
         self._speed = math.nan
 
     def observe(self, speed: float, iteration_s: float = math.inf) -> None:
@@ -86,7 +77,7 @@ class Smoothing(Stateful):
         must_be_speed(speed)
         if math.isnan(self._speed):
             self._speed = speed
-        self._speed += self._beta * (speed - self._speed)  # a constant speed stays bitwise constant
+        self._speed += BETA * (speed - self._speed)  # a constant speed stays bitwise constant
 
     def predict(self) -> float:
         """Return the smoothed speed."""

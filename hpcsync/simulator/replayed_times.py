@@ -140,7 +140,7 @@ class RecordedRun:
 
     workers: list[RecordedTimes]
     changes: tuple[ClusterEvent, ...]
-    link: Link | None = None
+    link: Link | None
 
 
 def read(job: Job, wire_bytes: int) -> RecordedRun:

@@ -21,7 +21,7 @@ from hpcsync.training.compressor import Compression, as_array, as_tensor, writte
 
 
 class CompressedMean(MeanVector):
-    """Base class of compressed means; a slice is the whole vector or empty.
+    """Base class of compressed means; the slice is the whole vector.
 
     Ranks first compress, then exchange `StepCounts` with backoff. Once that is complete all ranks have arrived, so the
     exchange of the payloads does not wait long.
@@ -38,15 +38,14 @@ class CompressedMean(MeanVector):
 
     def mean(self, begin: int, end: int, own_counts: StepCounts) -> Agreed:
         """Compress the vector, exchange `own_counts`, then form the mean."""
-        forming = end > begin
-        n_bytes = self._prepare() if forming and own_counts.n_steps else 0
+        n_bytes = self._prepare() if own_counts.n_steps else 0
         begin_s = time.perf_counter()
         own, words = np.array([*own_counts, n_bytes], np.int64), np.empty((self.n_ranks, len(own_counts) + 1), np.int64)
         request = self._comm.Iallgather(own, words)
         self._backoff.complete(request.Test)
         self.absent_s += time.perf_counter() - begin_s
         together = agreed(words[:, :-1])
-        if forming and together.n_contributing:
+        if together.n_contributing:
             self._form(words[:, -1], own_counts.n_steps > 0)
         return together
 

@@ -69,7 +69,7 @@ class ProgressEngine:
         Share of the computation's speed that the method costs; None for "passive".
     """
 
-    def __init__(self, comm: MPI.Intracomm, device: torch.device, tolerant: bool = False) -> None:
+    def __init__(self, comm: MPI.Intracomm, device: torch.device, tolerant: bool) -> None:
         self.kind: Kind = "passive"
         self.get_s_without: float | None = None
         self.get_s_with: float | None = None
