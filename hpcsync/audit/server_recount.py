@@ -351,8 +351,6 @@ class Recount:
         contributions that could still have come. Where contributors wait for the update, their grants tell the event.
         """
         paradigm, last = self.job.paradigm, self._last
-        if paradigm.applies_at_release:
-            return self.event_at(self.update_seq + 1)
         event = self.push_event[self.applied[last]].astype(np.int64)
         if paradigm.waits_for_update:
             return self._event_of_grants(event)
