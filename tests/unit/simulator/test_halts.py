@@ -412,6 +412,16 @@ def test_workers_leave_and_join_while_others_halt(
         assert np.flatnonzero(gaps_s > 2.5).tolist() == [np.argmax(gaps_s)] and gaps_s.max() > 30.0  # nothing was saved
 
 
+def test_a_worker_that_leaves_between_local_steps_leaves_after_the_checkpoint(tmp_path: Path) -> None:
+    """Worker 2 pushes at 11.7 s, when a checkpoint is due, worker 0 at 12 s; worker 1 is within a step until 12.1 s."""
+    more = {"events": [{"worker": 1, "at_s": 11.5, "change": "leave"}], "checkpoint_s": 3.0}
+    tables = {"paradigm": {"name": "easgd", "period": 3}, "stop": {"samples": 600}, "checkpoint": {"seconds": 10.0}}
+    trace = simulate(timing_job(**tables, workers=3, seconds=[1.0, 1.1, 1.3], cluster=more), tmp_path / "trace.h5")
+    assert failed(trace) == []
+    left = trace.tables["membership"][0]
+    assert (left["worker"], left["now_s"]) == (1, pytest.approx(12.1 + 3.0))
+
+
 def test_a_halt_needs_no_file(tmp_path: Path) -> None:
     """Rows of a start are recorded when it happens, in any recorder."""
     recorder = Recorder()

@@ -56,6 +56,8 @@ def test_checkpoints_are_made_however_busy_the_server_is(tmp_path):
     assert Leader._next_info(leader, 11.0) == (InfoKind.PUSHED, 0) and not saver.holding
     assert Leader._next_info(leader, 11.1) is None and saver.holding
     assert list(saver.unheard) == [(InfoKind.PUSHED, 1)]
+    leader._infos.poll = lambda: (InfoKind.FAILED, 2)
+    assert Leader._next_info(leader, 11.2) == (InfoKind.FAILED, 2), "a failure is no message that may wait"
 
 
 def test_a_death_while_saving_abandons_this_checkpoint_only(tmp_path):
