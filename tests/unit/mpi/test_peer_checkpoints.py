@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from mpi4py import MPI
 
+import hpcsync
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
 from hpcsync.core.peer_coordinator import PeerCoordinator
@@ -265,6 +267,35 @@ def test_there_is_no_checkpoint_after_a_worker_has_ended(comm, only, folder, par
     if comm.rank == 0:
         assert not failures(folder / "trace.h5")
         assert not list((folder / "checkpoints").glob("[0-9]*"))
+
+
+@pytest.mark.once
+def test_workers_that_have_halted_continue_if_another_one_ends_instead(comm, only, folder):
+    """It learns of the halt after its last step."""
+    only(3)
+    model = torch.nn.Linear(3, 1)
+    optimizer, data = torch.optim.SGD(model.parameters(), lr=0.01), torch.utils.data.TensorDataset(torch.ones(600, 3))
+    how = {"mode": "push", "checkpoint": {"updates": 6}, "out": folder / "run", "comm": comm}
+    with hpcsync.connect(model, optimizer, "gossip", **how) as sync:
+        for step, (x,) in enumerate(sync.shard(data, batch_size=4), 1):
+            sync.step(backward(model(x).mean()))
+            if sync.worker == 1:
+                while not sync._link.halt_requested:
+                    time.sleep(1e-3)
+                    sync._link.poll_commands()
+                break
+            if step == 20:
+                break
+    if comm.rank == 0:
+        assert not failures(folder / "run" / "trace.h5")
+        exchanges = load(folder / "run" / "trace.h5").tables["exchanges"]
+        assert np.bincount(exchanges["worker"][exchanges["batch_size"] > 0]).tolist() == [20, 1, 20]
+        assert not list((folder / "run" / "checkpoints").glob("*"))
+
+
+def backward(loss: torch.Tensor) -> torch.Tensor:
+    loss.backward()
+    return loss
 
 
 # ---- with fewer workers ----
