@@ -9,7 +9,10 @@ import mpi4py
 import pytest
 import torch
 import typer.testing
+from hypothesis import settings
 
+settings.register_profile("any machine", deadline=None)  # a time limit of each example would be one of the machine
+settings.load_profile("any machine")
 mpi4py.rc.initialize = False  # unit tests need the names of MPI only; hpcsync/mpi runs on ranks in memory
 
 
