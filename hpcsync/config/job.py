@@ -136,9 +136,7 @@ class Job(Table):
 
     @model_validator(mode="before")
     @classmethod
-    def _defaults_of_its_paradigm(cls, table: Any) -> Any:
-        if not isinstance(table, dict):
-            return table
+    def _defaults_of_its_paradigm(cls, table: dict[str, Any]) -> dict[str, Any]:
         paradigm, cluster, found = table.get("paradigm"), table.get("cluster", {}), dict(table)
         if isinstance(cluster, dict):
             found["cluster"] = {"servers": default_servers(paradigm), **cluster}
