@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import sys
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +19,12 @@ import hpcsync
 from hpcsync.api import user_errors
 from hpcsync.audit.trace_audit import audit
 from hpcsync.config.errors import JobError
+from hpcsync.mpi import session_base
 from hpcsync.mpi.collectives import model_parts
 from hpcsync.mpi.transport.node_memory import MemoryUnreachable
 from hpcsync.mpi.transport.tensor_window import Transport
+from hpcsync.mpi.transport.thread_ranks import run
+from hpcsync.trace.reader import load
 
 
 def problem() -> tuple[torch.nn.Module, TensorDataset]:
@@ -266,3 +270,31 @@ def test_leaving_by_exit_without_a_status_is_an_end_like_any_other(comm, folder)
     ):
         sys.exit()
     assert comm.size == 1 or comm.rank or audit(folder / "run" / "trace.h5")
+
+
+@pytest.mark.parametrize("paradigm", ["asp", "allreduce", "ad-psgd"])
+def test_an_evaluation_that_raises_ends_the_run(tmp_path, monkeypatch, capsys, paradigm):
+    """The first one, which runs beside the training."""
+    monkeypatch.setattr(session_base, "FAREWELL_S", 0.1)
+    calls: list[torch.nn.Module] = []
+
+    def evaluate(model: torch.nn.Module) -> tuple[float, float]:
+        calls.append(model)
+        if len(calls) == 1:
+            raise ZeroDivisionError("of the script")
+        return 0.0, 0.0
+
+    def script(comm: Any) -> None:
+        model, data = problem()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        how = {"evaluate": evaluate, "every_samples": 32, "out": tmp_path / "run", "comm": comm}
+        with hpcsync.connect(model, optimizer, paradigm, **how) as sync:
+            for x, y in sync.shard(data, batch_size=4):
+                optimizer.zero_grad()
+                torch.nn.functional.mse_loss(model(x), y).backward()
+                sync.step()
+
+    with pytest.raises(ZeroDivisionError, match="of the script"):
+        run(3, script)
+    assert "ZeroDivisionError: of the script" in capsys.readouterr().err
+    assert load(tmp_path / "run" / "trace.h5").status == "failed"
