@@ -61,8 +61,9 @@ def refused(tmp_path: Path, text: str, *overrides: str) -> str:
             'cluster.times_from = "a\\u0000": must not have the character U+0000',
         ),
         (JOB.replace("workers = 3", 'workers = 3, compute = {model = "table", table = "\\u0000"}'), "U+0000"),
+        (JOB.replace("workers = 3", f'workers = 3, times_from = "{"x" * 300}"'), "a run's folder; File name too long"),
     ],
-    ids=range(17),
+    ids=range(18),
 )
 def test_a_hostile_file(tmp_path: Path, text: str, says: str) -> None:
     assert says in refused(tmp_path, text)
