@@ -1,9 +1,10 @@
 """Figure `consensus`: consensus distance over time, if each worker has its own weights.
 
-It is the root mean square distance of the workers' weights from their mean, at each evaluation. On a logarithmic scale
-a distance of 0 is a gap in the line. Traces of one job with different seeds are one line: their mean, in a band that is
-the 95 % interval of the mean, or with two seeds the range of the values; the line is thin where some of the runs have
-ended. A band that reaches below half the smallest mean leaves the panel there.
+It is the root mean square distance of the workers' weights from their mean, at each evaluation. A distance of 0 is left
+out of a run that has others: it is that of the common weights with which local SGD ends. Traces of one job with
+different seeds are one line: their mean, in a band that is the 95 % interval of the mean, or with two seeds the range
+of the values; the line is thin where some of the runs have ended. A band that reaches below half the smallest mean
+leaves the panel there.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ def mean_of(runs: list[pd.DataFrame]) -> pd.DataFrame:
 
 
 def distances(trace: Trace) -> pd.DataFrame:
-    """Return the evaluations that have a distance."""
-    evaluations = trace.frame("evaluations")
-    return evaluations[np.isfinite(evaluations["consensus_distance"])].sort_values("now_s")
+    """Return the evaluations that have a distance, without those of 0 unless all are."""
+    evaluations = trace.frame("evaluations").sort_values("now_s")
+    known = evaluations[np.isfinite(evaluations["consensus_distance"])]
+    apart = known[known["consensus_distance"] > 0]
+    return apart if len(apart) else known

@@ -462,6 +462,16 @@ def test_consensus_of_workers_that_always_agree_can_be_drawn(tmp_path):
     ].any()
 
 
+def test_the_common_weights_at_the_end_are_no_distance_of_seeds_that_train_on(tmp_path, gossip):
+    short = edit(gossip, "evaluations", -1, consensus_distance=0.0)  # as local SGD ends with its last exchange
+    apart = gossip.tables["evaluations"]["consensus_distance"]
+    assert (apart > 0).all()
+    frame = draw("consensus", tmp_path, write(tmp_path, short, "one"), write(tmp_path, gossip, "two"))
+    assert frame["consensus_distance"].iloc[-1] == pytest.approx((apart[-2] + apart[-1]) / 2)
+    alone = draw("consensus", tmp_path, write(tmp_path, short, "alone"))
+    assert alone["consensus_distance"].tolist() == apart[:-1].tolist()
+
+
 def test_unknown_distances_are_left_out(tmp_path, gossip):
     frame = draw("consensus", tmp_path, write(tmp_path, edit(gossip, "evaluations", 0, consensus_distance=math.nan)))
     assert len(frame) == len(gossip.tables["evaluations"]) - 1
