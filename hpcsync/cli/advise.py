@@ -361,7 +361,7 @@ class _Adviser:
 
     def _predict(self, trained: Trained, last: Found) -> tuple[dict[str, float], str]:
         """Return the prediction for what is advised, and a sentence that says it."""
-        from hpcsync.report.advice import prediction
+        from hpcsync.report.advice import coarseness, prediction
         from hpcsync.report.wording import rounded
 
         runs, by, why = None, "with seeds that have not chosen it", "the budget was spent"
@@ -382,7 +382,7 @@ class _Adviser:
         time_s = f"{rounded(predicted['seconds'])} s"
         if "low_s" in predicted:
             time_s += f" ({rounded(predicted['low_s'])} to {rounded(predicted['high_s'])} s in 80 % of runs)"
-        return predicted, f"Predicted: {time_s}, {by}."
+        return predicted, f"Predicted: {time_s}, {by}." + coarseness(predicted, self._job.evaluation.every_samples)
 
     def _unknown(self) -> Iterator[str]:
         """Yield what came of an earlier prediction, and what the advice does not know."""

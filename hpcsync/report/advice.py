@@ -138,6 +138,24 @@ def prediction(runs: Iterable[Summary]) -> dict[str, float]:
     return found | ({"samples_per_s": sum(speeds) / len(speeds)} if speeds else {})
 
 
+def coarseness(predicted: Mapping[str, float], every_samples: int) -> str:
+    """Say that evaluations are further apart than a predicted interval is wide; empty if they are not.
+
+    Parameters
+    ----------
+    predicted
+        What `prediction` returns.
+    every_samples
+        Samples between two evaluations.
+    """
+    if "low_s" not in predicted or "samples_per_s" not in predicted:
+        return ""
+    apart_s = every_samples / predicted["samples_per_s"]
+    if predicted["high_s"] - predicted["low_s"] >= apart_s:
+        return ""
+    return f" Evaluations are {rounded(apart_s)} s apart, so times are known less exactly than that interval says."
+
+
 def trial_numbers(runs: Mapping[int, Summary]) -> dict[str, Any]:
     """Return what the runs of one candidate did in one trial: means over its seeds, for JSON.
 

@@ -8,7 +8,18 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from hpcsync.report.advice import Trial, conclude, prediction, rounded, simplest, table, trial_numbers, verdict, why
+from hpcsync.report.advice import (
+    Trial,
+    coarseness,
+    conclude,
+    prediction,
+    rounded,
+    simplest,
+    table,
+    trial_numbers,
+    verdict,
+    why,
+)
 from hpcsync.report.variants import compare
 
 ORDER = ["allreduce", "bsp", "asp", "gossip"]
@@ -157,6 +168,14 @@ def test_a_further_run_lies_within_the_predicted_interval_in_80_percent():
     assert prediction(runs(10.0, None).values()) == {}
     assert prediction(runs(10.0).values()).keys() == {"seconds", "samples_per_s"}, "one run shows no spread"
     assert prediction(runs(1.0, 9.0).values())["low_s"] == 0, "no time is negative"
+
+
+def test_an_interval_narrower_than_between_evaluations_is_said_to_be():
+    at_the_same = prediction(runs(4.0, 4.0, 4.0, samples_per_s=200.0).values())
+    assert (at_the_same["low_s"], at_the_same["high_s"]) == (4, 4)
+    assert coarseness(at_the_same, 300).startswith(" Evaluations are 1.5 s apart")
+    assert coarseness(prediction(runs(10.0, 11.0, 12.0, samples_per_s=200.0).values()), 300) == ""
+    assert coarseness(prediction(runs(4.0, samples_per_s=200.0).values()), 300) == "", "one run has no interval"
 
 
 def test_means_of_a_trial_need_a_value_of_every_seed():
