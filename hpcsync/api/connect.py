@@ -17,7 +17,7 @@ from hpcsync.api.user_errors import print_user_errors_in_one_line
 from hpcsync.config.errors import JobError, refuse_empty
 from hpcsync.config.job import Job, refuse_unevaluated, refuse_unused
 from hpcsync.config.overrides import default_servers
-from hpcsync.core.job_validation import IN_DDP, check_model
+from hpcsync.core.job_validation import IN_DDP, check_device, check_model
 from hpcsync.core.session import Session
 from hpcsync.export import loggers
 from hpcsync.paradigms import OPTIONS
@@ -243,6 +243,7 @@ def connect(
         )
     optimizers = tuple(map(unwrapped, given))
     model = models[0] if len(models) == 1 else torch.nn.ModuleList(models)
+    check_device(model, "model")
     parameters = trained_parameters(optimizers, model)
     table = {
         "name": name or layout.name_of_script("script"),

@@ -103,6 +103,13 @@ def check(job: Job) -> Workload:
     return workload
 
 
+def check_device(model: torch.nn.Module, name: str) -> None:
+    """Raise JobError unless the model, called `name` in the message, is on the CPU or on one GPU."""
+    devices = {str(tensor.device) for tensor in (*model.parameters(), *model.buffers())}
+    if len(devices) > 1 or {device.partition(":")[0] for device in devices} - {"cpu", "cuda"}:
+        raise JobError(f"{name}: must be on the CPU or on one GPU as a whole, not on {', '.join(sorted(devices))}")
+
+
 def check_model(
     job: Job,
     model: torch.nn.Module,
@@ -146,9 +153,7 @@ def check_model(
     if job.paradigm.separates_layers and not isinstance(job.workload, Timing):
         with _of_the_cut(job) as submodule:
             halves = cut(model, submodule)
-    devices = {str(tensor.device) for tensor in (*model.parameters(), *model.buffers())}
-    if len(devices) > 1 or {device.partition(":")[0] for device in devices} - {"cpu", "cuda"}:
-        raise JobError(f"{name}: must be on the CPU or on one GPU as a whole, not on {', '.join(sorted(devices))}")
+    check_device(model, name)
     if job.cluster.servers > size:
         raise JobError(f"cluster.servers = {job.cluster.servers}: must be at most the model's {size} parameters")
     for buffer_name, buffer in model.named_buffers():

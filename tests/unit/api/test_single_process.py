@@ -97,3 +97,9 @@ def test_a_loss_of_several_numbers_is_refused_where_it_is_recorded():
             with pytest.raises(ValueError, match=r"loss of shape \(4, 1\): must be one number, such as the mean"):
                 sync.step(losses)
             sync.step(losses.mean().view(1, 1))
+
+
+def test_a_model_without_memory_is_refused_as_the_model_that_it_is():
+    model = nn.Linear(4, 1, device="meta")
+    with pytest.raises(JobError, match="^model: must be on the CPU or on one GPU as a whole, not on meta$"):
+        hpcsync.connect(model, torch.optim.SGD(model.parameters(), lr=0.1))
