@@ -50,6 +50,8 @@ class WhatIf(NamedTuple):
         Under other paradigms, by name.
     assumed
         Those of these whose transfers are of another kind than the recorded ones, which are taken in their place.
+    left_early
+        Workers that had left well before the end without an event of the job; in the simulations they train on.
     """
 
     samples: int
@@ -61,6 +63,7 @@ class WhatIf(NamedTuple):
     by_speed_s: float | None
     others_s: Mapping[str, float]
     assumed: tuple[str, ...]
+    left_early: tuple[int, ...] = ()
 
     @property
     def slowdown(self) -> float:
@@ -182,12 +185,22 @@ def sentences(found: Explanation, what_if: WhatIf | None) -> Iterator[str]:
     yield from _on_waits(found)
     if what_if is not None:
         yield from _on_stragglers(what_if)
+        if what_if.left_early:
+            who = _listed([found.name(worker) for worker in what_if.left_early])
+            yield (
+                f"{_capital(who)} left before the end; simulated, all workers train to the end, which takes "
+                f"{_seconds(what_if.replayed_s)} in place of {_seconds(what_if.real_s)}."
+            )
         if what_if.assumed and shares[PARTS.index("comm")] >= WORTH_S:
             yield (
                 f"Transfers under {' and '.join(what_if.assumed)} are taken to last as long as those under "
                 f"{found.paradigm}, though other bytes would move over other links: simulate the job with "
                 "[cluster.network] to see what they take."
             )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join(names) if len(names) < 4 else f"{len(names)} workers"
 
 
 def _on_waits(found: Explanation) -> Iterator[str]:

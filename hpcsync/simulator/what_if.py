@@ -43,13 +43,14 @@ from hpcsync.simulator.replayed_times import (
 from hpcsync.simulator.server_numerics import Contributed
 from hpcsync.simulator.server_run import ServerSimulation
 from hpcsync.trace.reader import Trace, TraceFile
-from hpcsync.trace.schema import Rows
+from hpcsync.trace.schema import Change, Rows
 from hpcsync.workloads.registry import build
 
 ROWS = 10_000  # pushes or exchanges of a simulation, at most (it simulates some 10,000 a second)
 WORKERS = 5  # workers whose times are replaced: those that compute longest
 OPERATIONS = ("computation", "transfer")
 BY_SPEED = {"policy": "equal-finish", "predictor": "smoothing"}
+NEARLY = 0.9  # of a run: a worker that leaves later hardly changes its duration
 LEAST_INTERVALS = 3  # of allocation: in a shorter run most batches are still the equal ones
 
 
@@ -144,7 +145,18 @@ def study(trace: Trace | TraceFile, paradigms: Sequence[Mapping[str, Any]] = ())
         by_speed_s,
         {other.job.paradigm.label: _duration_s(other, other.workers) for other in others},
         tuple(each.job.paradigm.label for each in others if each.job.has_servers != served and each.link is None),
+        _left_early(trace, recorded.real_s),
     )
+
+
+def _left_early(trace: Trace | TraceFile, real_s: float) -> tuple[int, ...]:
+    """Return the workers that had left or died before the simulated part of a run was nearly over.
+
+    Those that an event of the job names leave in the simulations too.
+    """
+    changes = _first(trace, "membership", ROWS)
+    gone = changes[(changes["change"] != Change.JOINED) & (changes["now_s"] < NEARLY * real_s)]["worker"]
+    return tuple(sorted({*gone.tolist()} - {event.worker for event in trace.job.cluster.events}))
 
 
 # ---- the recorded times ----

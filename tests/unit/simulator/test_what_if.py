@@ -1,5 +1,6 @@
 """What-if analysis: closed forms of the slowdowns, and predictions beside what a simulation really takes."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -12,6 +13,7 @@ from hpcsync.simulator.what_if import NotReplayed, study
 from hpcsync.trace.reader import opened
 from tests.unit.jobs import LINEAR
 from tests.unit.simulator.runs import simulated
+from tests.unit.trace.recorder import edit
 
 NETWORK = {"bandwidth_gbit": 0.01, "latency_us": 100.0}
 LOCKSTEP = [{"name": "bsp"}, {"name": "allreduce"}, {"name": "local-sgd", "steps": 4}]
@@ -112,6 +114,20 @@ def test_a_worker_that_leaves_leaves_the_simulations_too(tmp_path, paradigm):
     found = study(trace)
     assert found.replayed_s == pytest.approx(found.real_s, rel=0.01)
     assert found.real_s > 2.0
+
+
+def test_a_script_whose_loop_ends_early_on_a_worker_is_named(tmp_path):
+    leaves = {"events": [{"worker": 0, "change": "leave", "at_s": 1.0}]}
+    trace = simulated(tmp_path, {"name": "asp"}, [0.1, 0.15, 0.25], **leaves)
+    planned = study(trace)
+    assert planned.left_early == () and planned.replayed_s == pytest.approx(planned.real_s, rel=0.01)
+    job = trace.job.model_copy(update={"cluster": trace.job.cluster.model_copy(update={"events": ()})})
+    found = study(dataclasses.replace(trace, attributes={**trace.attributes, "job": job.to_toml()}))
+    assert found.left_early == (0,) and found.replayed_s < 0.9 * found.real_s
+    said = [each for each in sentences(explain(trace), found) if "left before the end" in each]
+    assert len(said) == 1 and said[0].startswith("Worker 0 left before the end; simulated, all workers train")
+    late = edit(trace, "membership", 0, now_s=0.95 * found.real_s)
+    assert study(dataclasses.replace(late, attributes={**trace.attributes, "job": job.to_toml()})).left_early == ()
 
 
 @pytest.mark.parametrize("paradigm", ["bsp", "ssp", "allreduce"])
