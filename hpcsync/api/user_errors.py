@@ -41,7 +41,7 @@ def end_refused(error: Exception) -> NoReturn:
     mpi, rank = sys.modules.get("mpi4py.MPI"), rank_environment.expected_rank()
     comm = mpi.COMM_WORLD if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() else None
     if comm is None or comm.size == 1:
-        if rank == 0:
+        if rank_environment.speaks_for_all():
             print_at_once(f"hpcsync: {error}{below(error)}")
         sys.exit(2)
     let_rank_0_report(rank, comm.size)

@@ -20,7 +20,7 @@ from hpcsync.system import garbage, standard_output
 from hpcsync.system.atomic_files import NotWritten
 from hpcsync.system.launch_output import wait_until_read
 from hpcsync.system.launcher import LaunchError
-from hpcsync.system.rank_environment import expected_rank, under_launcher
+from hpcsync.system.rank_environment import expected_rank, speaks_for_all, under_launcher
 from hpcsync.system.signals import ending_at_once, left_to_rank_0
 from hpcsync.version import __version__
 
@@ -34,7 +34,7 @@ def user_errors_in_one_line() -> Iterator[None]:
     try:
         yield
     except (JobError, LaunchError) as error:
-        if expected_rank() == 0:
+        if speaks_for_all():
             print(f"hpcsync: {error}{below(error)}", file=sys.stderr)
         sys.exit(2)
     except NotWritten as error:

@@ -58,7 +58,7 @@ def left(
     nodes_of, answering : callable, optional
         Return the nodes that a job has now, and those of them that answer; by default as Slurm's commands say.
     """
-    n_before = int(environ.get("SLURM_JOB_NUM_NODES", "1"))
+    n_before = rank_environment.number(environ, "SLURM_JOB_NUM_NODES") or 1
     job = rank_environment.batch_job(environ)  # of an array the task: SLURM_JOB_ID may name all of them
     if not job or n_before == 1:
         return Left(n_ranks, {})

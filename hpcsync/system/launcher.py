@@ -38,6 +38,7 @@ from hpcsync.system.rank_environment import (
     VIEWED,
     expected_size,
     in_step,
+    number,
     under_launcher,
     under_pmi2_of_slurm,
 )
@@ -289,9 +290,9 @@ def on_one_node(environ: Mapping[str, str]) -> bool:
         return False
     if environ.get("MPI_LOCALNRANKS", environ.get("PMI_SIZE")) != environ.get("PMI_SIZE"):  # of a rank of MPICH
         return False
-    if int(environ.get("SLURM_JOB_NUM_NODES", environ.get("SLURM_NNODES", "1"))) > 1 or "SLURM_HET_SIZE" in environ:
+    if (number(environ, "SLURM_JOB_NUM_NODES", "SLURM_NNODES") or 1) > 1:
         return False
-    if any(name in environ for name in ("PBS_NODEFILE", "PE_HOSTFILE", "LSB_DJOB_HOSTFILE")):
+    if any(environ.get(name) for name in ("SLURM_HET_SIZE", "PBS_NODEFILE", "PE_HOSTFILE", "LSB_DJOB_HOSTFILE")):
         return False
     return len(_given_mpiexec(environ)) <= 1
 
@@ -528,10 +529,12 @@ def refuse_singletons(world_size: int, library: str = "") -> None:
     expected = expected_size()
     if world_size != 1 or expected is None or expected <= 1:
         return
-    if "OMPI_COMM_WORLD_SIZE" not in os.environ and "SLURM_STEP_ID" in os.environ:
+    name = "PMI_SIZE" if number(os.environ, "OMPI_COMM_WORLD_SIZE") is None else "OMPI_COMM_WORLD_SIZE"
+    if name == "PMI_SIZE" and "SLURM_STEP_ID" in os.environ:
         options = {name: f"srun --mpi={kind}" for name, kind in SRUN_MPI.items()}
         remedy = next((option for name, option in options.items() if name in library), " or ".join(options.values()))
         remedy += f", or {shlex.join(mpiexec())} inside the allocation"
     else:
         remedy = f"{shlex.join(mpiexec())}, which belongs to this Python's MPI library"
+        remedy += f"; without a launcher, unset {name}"
     raise LaunchError(f"{expected} processes were started, but each is a world of its own: start them with {remedy}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import sys
 from collections.abc import Mapping
 
 from hpcsync.system.signals import LISTENING
@@ -33,12 +35,16 @@ OF_RANKS = (
 )
 
 
+def number(environ: Mapping[str, str], *names: str) -> int | None:
+    """Return the first of these variables that is a number: one may be set but empty. None without one."""
+    return next((int(environ[name]) for name in names if re.fullmatch("-?[0-9]+", environ.get(name, ""))), None)
+
+
 def expected_size(environ: Mapping[str, str] = os.environ) -> int | None:
     """Return the number of ranks that the launcher of this process has started; None without a launcher."""
-    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
-        if name in environ:
-            return int(environ[name])
-    return int(environ.get("SLURM_STEP_NUM_TASKS", "1")) if in_step(environ) else None
+    if (size := number(environ, "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")) is not None:
+        return size
+    return (number(environ, "SLURM_STEP_NUM_TASKS") or 1) if in_step(environ) else None
 
 
 def in_step(environ: Mapping[str, str]) -> bool:
@@ -47,15 +53,17 @@ def in_step(environ: Mapping[str, str]) -> bool:
     A batch script and the interactive shell of salloc are steps too, with the largest 32-bit numbers, which Slurm 26.05
     writes with a sign.
     """
-    return 0 <= int(environ.get("SLURM_STEP_ID", -1)) < 2**32 - 16
+    step = number(environ, "SLURM_STEP_ID")
+    return step is not None and 0 <= step < 2**32 - 16
 
 
 def expected_rank(environ: Mapping[str, str] = os.environ) -> int:
     """Return this process's rank by its launcher's environment; 0 without a launcher."""
     if "TORCHELASTIC_RUN_ID" in environ:  # torchrun, which another launcher may have started once a node
-        return int(environ["RANK"])
-    names = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
-    return next((int(environ[name]) for name in names if name in environ), 0)
+        return number(environ, "RANK") or 0
+    if not under_launcher(environ):  # a shell may have kept the variable of another launch
+        return 0
+    return number(environ, "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID") or 0
 
 
 def local_rank(environ: Mapping[str, str] = os.environ) -> int:
@@ -68,13 +76,22 @@ def local_rank(environ: Mapping[str, str] = os.environ) -> int:
         "FLUX_TASK_LOCAL_ID",
         "SLURM_LOCALID",  # last: a batch script has it too, and the launchers that it starts inherit it
     )
-    return next((int(environ[name]) for name in names if name in environ), 0)
+    return number(environ, *names) or 0
 
 
 def all_on_node(environ: Mapping[str, str]) -> bool:
     """Return True if the launcher of MPICH or Open MPI says that all ranks are on this process's node."""
     names = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
     return str(expected_size(environ)) in [environ.get(name) for name in names]
+
+
+def speaks_for_all() -> bool:
+    """Return True if this process prints errors that all ranks have in common.
+
+    Rank 0 does, and a process with a terminal of its own: no launcher has started it, though its shell may have kept
+    the variables of one.
+    """
+    return expected_rank() == 0 or sys.stderr.isatty()
 
 
 def is_viewed() -> bool:
@@ -86,8 +103,11 @@ def under_launcher(environ: Mapping[str, str] = os.environ) -> bool:
     """Return True if this process is a rank of a job. A shell in a Slurm step of one task is not."""
     size = expected_size(environ)
     if size is None:
-        return "PMIX_RANK" in environ and "SLURM_STEP_ID" not in environ  # else of the shell that submitted the job
-    return size > 1 or "OMPI_COMM_WORLD_SIZE" in environ or ("PMI_SIZE" in environ and not under_pmi2_of_slurm(environ))
+        has_rank = number(environ, "PMIX_RANK") is not None and "PMIX_NAMESPACE" in environ
+        return has_rank and "SLURM_STEP_ID" not in environ  # else of the shell that submitted the job
+    if size > 1 or number(environ, "OMPI_COMM_WORLD_SIZE") is not None:
+        return True
+    return number(environ, "PMI_SIZE") is not None and not under_pmi2_of_slurm(environ)
 
 
 def under_pmi2_of_slurm(environ: Mapping[str, str] = os.environ) -> bool:
@@ -99,9 +119,9 @@ def under_pmi2_of_slurm(environ: Mapping[str, str] = os.environ) -> bool:
 
 def batch_job(environ: Mapping[str, str] = os.environ) -> str:
     """Return the id of the batch job of this process, as the batch system's commands take it; "" outside of a job."""
-    if "SLURM_ARRAY_TASK_ID" in environ:
+    if environ.get("SLURM_ARRAY_JOB_ID") and environ.get("SLURM_ARRAY_TASK_ID"):
         return f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
-    if environ.get("LSB_JOBINDEX", "0") != "0":
+    if environ.get("LSB_JOBID") and number(environ, "LSB_JOBINDEX"):
         return f"{environ['LSB_JOBID']}[{environ['LSB_JOBINDEX']}]"
     names = ("SLURM_JOB_ID", "SLURM_JOBID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID")  # PBS: 12[3] in an array
-    return next((environ[name] for name in names if name in environ), "")
+    return next((environ[name] for name in names if environ.get(name)), "")

@@ -13,7 +13,9 @@ def time_flies(monkeypatch):
     monkeypatch.setattr(allocation.time, "sleep", lambda s: None)
 
 
-@pytest.mark.parametrize("environ", [{}, {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1"}])
+@pytest.mark.parametrize(
+    "environ", [{}, *({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": number} for number in ("1", ""))]
+)
 def test_without_several_nodes_all_ranks_are_left(environ):
     assert left(8, environ) == Left(8, {})
 

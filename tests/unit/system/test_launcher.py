@@ -155,6 +155,7 @@ def test_ranks_have_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"SLURM_JOB_NUM_NODES": "1"}, True),
         ({"SLURM_JOB_NUM_NODES": "2"}, False),
         ({"SLURM_NNODES": "2"}, False),
+        ({"SLURM_NNODES": "", "SLURM_JOB_NUM_NODES": "", "PBS_NODEFILE": ""}, True),
         ({"PBS_NODEFILE": "/var/nodes"}, False),
         ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, True),
         ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, False),
@@ -610,8 +611,16 @@ def test_nodes_of_several_kinds_are_several_nodes() -> None:
             "",
             "srun --mpi=pmix or srun --mpi=cray_shasta or srun --mpi=pmi2, or {} inside the allocation",
         ),
-        (OPEN_MPI, "MPICH Version: 5.0.2", "{}, which belongs to this Python's MPI library"),
-        (MPICH, "Open MPI v5.0.11", "{}, which belongs to this Python's MPI library"),
+        (
+            OPEN_MPI,
+            "MPICH Version: 5.0.2",
+            "{}, which belongs to this Python's MPI library; without a launcher, unset OMPI_COMM_WORLD_SIZE",
+        ),
+        (
+            MPICH,
+            "Open MPI v5.0.11",
+            "{}, which belongs to this Python's MPI library; without a launcher, unset PMI_SIZE",
+        ),
     ],
 )
 def test_several_worlds_of_one_rank_are_refused(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 
 from hpcsync.system import rank_environment
@@ -34,6 +37,10 @@ SIGNED_SCRIPT = {**STEP, "SLURM_STEP_ID": "-5"}  # of Slurm 26.05
         (SIGNED_SCRIPT, None, False),
         ({**SIGNED_SCRIPT, "PMIX_RANK": "0"}, None, False),  # of the shell in which the job was submitted
         ({**STEP, **OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "5"}, 5, True),
+        ({"PMIX_RANK": "1", "PMIX_NAMESPACE": "x@1"}, None, True),
+        ({"PMIX_RANK": "", "PMIX_NAMESPACE": "x@1"}, None, False),
+        (dict.fromkeys({**OPEN_MPI, **MPICH, **STEP}, ""), None, False),
+        ({**STEP, **dict.fromkeys({**OPEN_MPI, **MPICH}, "")}, 3, True),
     ],
 )
 def test_expected_size_and_under_launcher(environ: dict[str, str], size: int | None, under: bool) -> None:
@@ -41,6 +48,22 @@ def test_expected_size_and_under_launcher(environ: dict[str, str], size: int | N
     assert rank_environment.under_launcher(environ) is under
     if under:
         assert rank_environment.expected_rank(environ) == 1
+
+
+@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID"])
+def test_a_rank_that_the_shell_has_kept_of_another_launch_is_none(name: str) -> None:
+    assert not rank_environment.under_launcher({name: "1"})
+    assert rank_environment.expected_rank({name: "1"}) == 0
+
+
+@pytest.mark.parametrize(("rank", "terminal", "speaks"), [("0", False, True), ("1", False, False), ("1", True, True)])
+def test_rank_0_speaks_for_all_and_who_has_a_terminal(
+    rank: str, terminal: bool, speaks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {**OPEN_MPI, "OMPI_COMM_WORLD_RANK": rank}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(isatty=lambda: terminal))
+    assert rank_environment.speaks_for_all() is speaks
 
 
 @pytest.mark.parametrize(
@@ -70,6 +93,8 @@ def test_local_rank(environ: dict[str, str], rank: int) -> None:
         ({"PBS_JOBID": "7[2].head"}, "7[2].head"),
         ({"LSB_JOBID": "7", "LSB_JOBINDEX": "0"}, "7"),
         ({"LSB_JOBID": "7", "LSB_JOBINDEX": "2"}, "7[2]"),
+        ({"SLURM_JOB_ID": "", "SLURM_ARRAY_TASK_ID": "", "LSB_JOBID": "7", "LSB_JOBINDEX": ""}, "7"),
+        ({"SLURM_ARRAY_TASK_ID": "2", "LSB_JOBINDEX": "2"}, ""),
     ],
 )
 def test_batch_job(environ: dict[str, str], name: str) -> None:
