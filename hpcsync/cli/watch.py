@@ -52,7 +52,7 @@ def watch(folder: Path, *, once: bool, as_json: bool) -> int:
     from hpcsync.run_dir.status_file import StatusError
 
     console = Console(highlight=False)
-    is_live = console.is_terminal and not (once or as_json)
+    is_live = console.is_terminal and not console.is_dumb_terminal and not (once or as_json)
     live = Live(console=console, auto_refresh=False)
     failed = False
     try:
@@ -83,7 +83,7 @@ def viewed(folder: Path) -> Iterator[Callable[[int, bytes], None] | None]:
     callable or None
         Writes bytes of the ranks to file descriptor 1 or 2; None without a terminal.
     """
-    if not sys.stdout.isatty():
+    if not standard_output.is_terminal():
         yield None
         return
     from rich.console import Console

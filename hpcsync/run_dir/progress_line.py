@@ -77,7 +77,8 @@ class Progress:
         self._console = console
         self._stop = stop or Stop()
         self._clock = clock
-        self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+        changes = console.is_terminal and not console.is_dumb_terminal
+        self._live = Live(console=console, auto_refresh=False, transient=True) if changes else None
         self._every_s = TERMINAL_EVERY_S if self._live else FILE_EVERY_S
         self._next_s = clock() + self._every_s
         self._recent: deque[_Moment] = deque()

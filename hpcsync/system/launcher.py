@@ -24,7 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, NamedTuple
 
-from hpcsync.system import process_cleanup
+from hpcsync.system import process_cleanup, standard_output
 from hpcsync.system.interpreter import python
 from hpcsync.system.launch_output import Output
 from hpcsync.system.launched_ranks import LaunchedRanks
@@ -421,7 +421,7 @@ def launch(
         process_cleanup.kill(mark)
         if process.returncode:
             process_cleanup.remove_left(since_ns)
-        n_heard, on_terminal = len(signums), os.isatty(1) and not under_launcher()  # Open MPI gives ranks a terminal
+        n_heard, on_terminal = len(signums), standard_output.is_terminal() and not under_launcher()  # Open MPI gives ranks a terminal
         written.end(stopped, on_terminal, lambda: len(signums) > n_heard)
         runs = tuple(dict.fromkeys(listener.folder for listener in listeners(listening)))
     if timed_out:
@@ -451,7 +451,7 @@ def _session(environ: Mapping[str, str], folder: Path) -> dict[str, str]:
 
 
 def _terminal() -> dict[str, str]:
-    return {TERMINAL: str(shutil.get_terminal_size().columns)} if sys.stdout.isatty() else {}
+    return {TERMINAL: str(shutil.get_terminal_size().columns)} if standard_output.is_terminal() else {}
 
 
 def _wait(ranks: LaunchedRanks, signums: list[int], timeout_s: float | None, *, tolerant: bool) -> bool:

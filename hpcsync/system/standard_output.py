@@ -56,6 +56,11 @@ def prepare() -> None:
         del os.environ["COLUMNS"]
 
 
+def is_terminal() -> bool:
+    """Return True if the standard output is a terminal on which lines can change."""
+    return sys.stdout.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
+
+
 def at_least_80_columns(console: Console) -> Console:
     """Return the console, widened for tables: a narrower terminal breaks their lines, and no number is cut off."""
     console.width = max(console.width, 80)

@@ -44,11 +44,11 @@ def job(tmp_path: Path) -> Path:
     return path
 
 
-def on_a_terminal(argv: list[str]) -> tuple[int, str]:
+def on_a_terminal(argv: list[str], kind: str = "xterm-256color") -> tuple[int, str]:
     """Return exit status and output of a program on a terminal of 80 columns and 24 lines."""
     own, its = pty.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    environ = {**os.environ, "TERM": "xterm-256color"}
+    environ = {**os.environ, "TERM": kind}
     process = subprocess.Popen(argv, stdin=its, stdout=its, stderr=its, env=environ, start_new_session=True)
     os.close(its)
     seen, deadline_s = b"", time.monotonic() + LIMIT_S
@@ -75,6 +75,15 @@ def test_a_run_on_a_terminal_shows_its_status(job: Path, tmp_path: Path) -> None
     assert re.search(r"0 +(waiting|computing|reading|pushing) ", text)
     assert re.search(r"time +([2-9]|\d\d+)\.\d+ s", text)  # the summary
     assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l"), "the cursor is shown again"
+
+
+def test_a_terminal_whose_lines_cannot_change_is_written_as_a_file(job: Path, tmp_path: Path) -> None:
+    status, shown = on_a_terminal(hpcsync("run", job, "--out", tmp_path / "run", "--set", "stop.seconds=5"), "dumb")
+    assert status == 0, shown
+    assert re.search(r"^ +[2-5]\.\d s +\d+ % .* left ", shown, re.MULTILINE), shown
+    assert "\x1b" not in shown
+    status, shown = on_a_terminal(hpcsync("watch", tmp_path), "dumb")
+    assert (status, shown.count("finished"), "\x1b" in shown) == (0, 1, False)
 
 
 def test_another_process_watches_it_until_it_dies(job: Path, tmp_path: Path) -> None:

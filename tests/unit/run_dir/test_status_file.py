@@ -261,6 +261,7 @@ def test_the_view_of_a_run_that_resumes_on_a_host_whose_clock_is_behind(tmp_path
     terminal = io.StringIO()
     terminal.isatty = lambda: True
     monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(watching, "LOOK_S", 0.01)
     atomic_files.replace(tmp_path / STATUS, a_status(name="before", written_s=time.time() + 3600).model_dump_json())
     deadline_s = time.monotonic() + 100
