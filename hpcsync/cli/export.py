@@ -79,16 +79,17 @@ def _ending(suffix: str) -> str:
 
 
 def module_of(kind: str) -> Any:
-    """Return the module that writes a format. Raises JobError if a package is missing that it needs."""
+    """Return the module that writes a format. Raises JobError if a package that it needs cannot be imported."""
     try:
         return import_module(f"hpcsync.export.{MODULES[kind]}")
-    except ModuleNotFoundError as error:
+    except (ImportError, AttributeError) as error:
         package = (error.name or "").partition(".")[0]
-        if package not in PACKAGES:
-            raise
-        raise JobError(
-            f"--format {kind}: needs {package}, which is not installed: pip install 'hpcsync[export]'"
-        ) from None
+        if isinstance(error, ModuleNotFoundError) and package in PACKAGES:
+            wrong = f"needs {package}, which is not installed: pip install 'hpcsync[export]'"
+        else:  # a package that does not fit the others
+            why = str(error).strip().partition("\n")[0]
+            wrong = f"a package that it needs cannot be imported: {why}"
+        raise JobError(f"--format {kind}: {wrong}") from None
 
 
 def write(kind: str, module: Any, runs: Sequence[Path], out: Path, window: tuple[float, float] = WHOLE) -> str:

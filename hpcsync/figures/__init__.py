@@ -84,12 +84,13 @@ def draw(name: str, traces: Sequence[Trace], *, width: float | None = None, **op
     try:
         module = import_module(f"hpcsync.figures.{name}")
         plotting = import_module("hpcsync.figures.plotting")
-    except ModuleNotFoundError as error:
-        if error.name not in EXTRA:
-            raise
-        raise FigureError(
-            f"figure {name}: needs {error.name}, which is not installed: pip install matplotlib pandas"
-        ) from None
+    except (ImportError, AttributeError) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name in EXTRA:
+            wrong = f"needs {error.name}, which is not installed: pip install matplotlib pandas"
+        else:  # a package that does not fit the others
+            why = str(error).strip().partition("\n")[0]
+            wrong = f"a package that it needs cannot be imported: {why}"
+        raise FigureError(f"figure {name}: {wrong}") from None
     with plotting.style(width or plotting.PAGE_INCHES):
         drawings: list[Drawing] = module.draw(list(traces), **given)
     return drawings

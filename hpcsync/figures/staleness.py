@@ -30,6 +30,7 @@ def draw(traces: list[Trace]) -> list[Drawing]:
     height = 0.5 + max(1.25, 2.2 - 0.3 * len(groups)) * len(groups)
     ratios = [2, 1] if plotting.is_narrow() else [3, 1]
     figure, axes = plotting.panels(len(groups), 2, height=height, width_ratios=ratios, sharex="col", sharey=True)
+    figure.get_layout_engine().set(w_pad=0.08)
     frames = []
     for (series, shares), group, name, look in zip(
         axes, groups, plotting.labels(first), plotting.styles(first), strict=True

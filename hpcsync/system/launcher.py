@@ -421,7 +421,8 @@ def launch(
         process_cleanup.kill(mark)
         if process.returncode:
             process_cleanup.remove_left(since_ns)
-        n_heard, on_terminal = len(signums), standard_output.is_terminal() and not under_launcher()  # Open MPI gives ranks a terminal
+        n_heard = len(signums)
+        on_terminal = standard_output.is_terminal() and not under_launcher()  # Open MPI gives ranks a terminal
         written.end(stopped, on_terminal, lambda: len(signums) > n_heard)
         runs = tuple(dict.fromkeys(listener.folder for listener in listeners(listening)))
     if timed_out:

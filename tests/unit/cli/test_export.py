@@ -108,3 +108,16 @@ def test_a_missing_package_is_one_line_with_the_extra(
     says = f"needs {package}, which is not installed: pip install 'hpcsync[export]'\n"
     assert refused(run, "-o", file).endswith(says)
     assert not Path(file).exists()
+
+
+@pytest.mark.parametrize("raised", ['ImportError("{}\\nmore")', 'AttributeError("{}")'])
+def test_a_package_that_does_not_fit_the_others_is_one_line(
+    raised: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "numpy.core.multiarray failed to import"
+    (tmp_path / "pyarrow.py").write_text(f"raise {raised.format(text)}")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.startswith(("hpcsync.export.", "pyarrow"))]:
+        monkeypatch.delitem(sys.modules, name)
+    says = f"--format parquet: a package that it needs cannot be imported: {text}\n"
+    assert refused(run, "-o", "tables", "--format", "parquet").endswith(says)

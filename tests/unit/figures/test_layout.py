@@ -116,6 +116,15 @@ def test_control_ticks_that_collide_are_found():
         assert any(fault.startswith("overlap: '0.0") for fault in faults(drawing.figure))
 
 
+def test_ticks_of_panels_side_by_side_keep_apart():
+    with plotting.style(3.5):
+        (drawing,) = figures.draw("staleness", [record("bsp")], width=3.5)
+        drawing.figure.axes[0].set(xlim=(0, 100), xticks=[0, 100])
+        drawing.figure.draw_without_rendering()
+        box = {text.get_text(): box for text, box in boxes(drawing.figure)}
+        assert box["0 %"].x0 - box["100"].x1 > 0.1 * drawing.figure.dpi  # inches
+
+
 def test_wrapped_lines_fit():
     text = "a title that is longer than the column of a paper is wide " + 40 * "x"
     lines = plotting.wrapped(text, 1.5).split("\n")
