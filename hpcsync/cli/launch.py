@@ -50,4 +50,5 @@ def launch(n: int, program: Sequence[str], timeout_s: float | None = None, *, ov
 
         is_stopped = ended.timed_out or ended.signum is not None
         unfinished.close_scripts(ended.runs, "interrupted" if is_stopped else "failed")
-    return 1 if (ended.signum, ended.status) == (signal.SIGINT, TO_BE_RESUMED) else ended.status  # as `run`
+    is_to_resume = ended.status == TO_BE_RESUMED
+    return 1 if is_to_resume and ended.signum not in (None, signal.SIGTERM) else ended.status  # as `run`

@@ -212,7 +212,7 @@ def _concluded(folder: Path, ended: launcher.Ended, *, began: bool, may_restart:
             return TO_BE_RESUMED if ended.signum in (None, signal.SIGTERM) else 1, False
         return 2 if ended.status == 2 else 1, killed
     if ended.status == TO_BE_RESUMED:
-        return 1 if ended.signum == signal.SIGINT else TO_BE_RESUMED, False
+        return TO_BE_RESUMED if ended.signum in (None, signal.SIGTERM) else 1, False
     status = "failed" if ended.signum is None else "interrupted"
     before = unfinished.close(folder, status, may_restart=may_restart)
     return TO_BE_RESUMED if ended.signum == signal.SIGTERM else 1, killed or before == "running"

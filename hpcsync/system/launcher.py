@@ -45,7 +45,7 @@ from hpcsync.system.rank_environment import (
 from hpcsync.system.signals import LISTENING, TO_BE_RESUMED, listeners
 
 TIMED_OUT = 124  # as timeout(1)
-NOTED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+NOTED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 
 # Variables that the user has set are kept. The values come from measurements, not from the libraries' defaults.
 ONE_THREAD = {  # per rank: ranks share the cores, and a thread pool in each of them would oversubscribe
@@ -373,9 +373,9 @@ def launch(
 
     Notes
     -----
-    On SIGINT, SIGTERM and SIGHUP, and at the time limit, the launcher is asked to end its ranks; leftover processes are
-    killed after `grace_s`. The first SIGTERM is only forwarded to rank 0 if that is on this node and listens
-    (`signals.tell_listening`): it ends the run in order. If this process is killed itself, the kernel ends the
+    On SIGINT, SIGTERM, SIGHUP and SIGQUIT, and at the time limit, the launcher is asked to end its ranks; leftover
+    processes are killed after `grace_s`. The first SIGTERM is only forwarded to rank 0 if that is on this node and
+    listens (`signals.tell_listening`): it ends the run in order. If this process is killed itself, the kernel ends the
     launcher, and a guard removes what is left a while later. SIGUSR1 is forwarded once all ranks have a handler, and
     dropped before. Redundant notices of the launcher are dropped (see `launch_output`).
 
@@ -497,13 +497,14 @@ def _stop(process: subprocess.Popen[bytes], grace_s: float) -> None:
 
 @contextlib.contextmanager
 def _noted_signals() -> Iterator[list[int]]:
-    """Collect the signals of `NOTED` in a list, except a SIGHUP that is ignored."""
+    """Collect the signals of `NOTED` in a list, except a SIGHUP or SIGQUIT that is ignored."""
     signums: list[int] = []
 
     def note(signum: int, frame: FrameType | None) -> None:
         signums.append(signum)
 
-    ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()  # by nohup
+    # By nohup, and by a shell without job control in the background.
+    ignored = {signum for signum in (signal.SIGHUP, signal.SIGQUIT) if signal.getsignal(signum) == signal.SIG_IGN}
     before = {signum: signal.signal(signum, note) for signum in NOTED if signum not in ignored}
     try:
         yield signums

@@ -133,6 +133,7 @@ def unfinished(folder: Path) -> None:
         (Ended(124, timed_out=True), "interrupted"),
         (Ended(137), "failed"),  # a rank was killed
         (Ended(75, 2), "running"),  # rank 0 has printed it itself
+        (Ended(75, 1), "running"),  # the terminal was closed
         (Ended(0), "running"),
     ],
 )

@@ -413,9 +413,12 @@ def test_a_job_that_torch_refuses_leaves_an_earlier_start_as_it_is(path: Path, r
     assert (ranks.command, {file: file.read_bytes() for file in Path("o").iterdir()}) == ([], before)
 
 
-def test_status_75_reaches_the_batch_system(path: Path, ranks: Ranks) -> None:
-    ranks.ended, ranks.summary, ranks.status = Ended(75), False, "interrupted"
-    assert run.run(path, [], None, Path("o")) == 75
+@pytest.mark.parametrize(
+    ("signum", "expected"), [(None, 75), (signal.SIGTERM, 75), (signal.SIGINT, 1), (signal.SIGHUP, 1)]
+)
+def test_status_75_reaches_the_batch_system(path: Path, ranks: Ranks, signum: int | None, expected: int) -> None:
+    ranks.ended, ranks.summary, ranks.status = Ended(75, signum), False, "interrupted"
+    assert run.run(path, [], None, Path("o")) == expected
 
 
 def test_a_workload_beside_the_job_file_is_named_and_left_to_the_ranks(

@@ -488,6 +488,14 @@ def test_a_launch_under_nohup_outlives_its_terminal(mpiexec: Path, ignored: bool
     front.wait(200)
 
 
+def test_ctrl_backslash_ends_the_ranks_in_order(mpiexec: Path) -> None:
+    front = start(1, "sleep", "4332")
+    await_sleepers("4332", 1)
+    front.send_signal(signal.SIGQUIT)
+    assert front.wait(200) > 0
+    await_sleepers("4332", 0)
+
+
 def start(n: int, *argv: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-m", "hpcsync", "launch", "-n", str(n), "--", *argv])
 
