@@ -245,7 +245,10 @@ def _refuse_other_run(run: Run, *, simulated: bool) -> None:
     file = run.folder / "job.toml"
     if not file.exists():
         return
-    before = Job.from_toml(file.read_text(encoding="utf-8"))
+    try:
+        before = Job.from_toml(file.read_text(encoding="utf-8"))
+    except JobError as error:
+        raise JobError(f"{file}: {error}") from None
     if jobs.used(before) != jobs.used(layout.as_begun(run.job, before)):
         raise JobError(f"--out: {run.folder} holds a run of another job; give another folder")
     if _engine(run.folder) not in (None, "simulator" if simulated else "mpi"):

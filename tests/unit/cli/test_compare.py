@@ -193,6 +193,13 @@ def test_every_variant_is_tuned_with_the_same_settings(
     assert "hpcsync: bsp: optimizer.lr = 0.1 is at an end of the values of --tune" in said
 
 
+def test_a_job_of_an_earlier_run_that_cannot_be_read_is_named(job: Path, commands: Commands) -> None:
+    assert main([job], asked(seeds=1)) == 0
+    Path("grid/bsp/seed-5/job.toml").write_text("seed = -1")
+    with pytest.raises(JobError, match="^grid/bsp/seed-5/job.toml: "):
+        main([job], asked(seeds=1))
+
+
 def test_the_other_jobs_folder_is_refused(job: Path, commands: Commands) -> None:
     assert main([job], asked(seeds=1)) == 0
     with pytest.raises(JobError, match="grid/bsp/seed-5 holds a run of another job; give another folder"):
