@@ -154,9 +154,13 @@ def _left_early(trace: Trace | TraceFile, real_s: float) -> tuple[int, ...]:
 
     Those that an event of the job names leave in the simulations too.
     """
-    changes = _first(trace, "membership", ROWS)
-    gone = changes[(changes["change"] != Change.JOINED) & (changes["now_s"] < NEARLY * real_s)]["worker"]
-    return tuple(sorted({*gone.tolist()} - {event.worker for event in trace.job.cluster.events}))
+    last = {int(change["worker"]): change for change in _first(trace, "membership", ROWS)}
+    gone = {
+        worker
+        for worker, change in last.items()
+        if change["change"] != Change.JOINED and change["now_s"] < NEARLY * real_s
+    }
+    return tuple(sorted(gone - {event.worker for event in trace.job.cluster.events}))
 
 
 # ---- the recorded times ----

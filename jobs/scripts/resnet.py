@@ -59,5 +59,4 @@ if __name__ == "__main__":
     model = nn.Sequential(*body, nn.Linear(32, 10)).to(device)
     loader = DataLoader(Augmented(x.float().view(-1, 1, 8, 8) / 16, y), 32, shuffle=True, num_workers=2)
     losses = train(model, loader, device, epochs=2, buffers="mean")
-    if losses:  # a server has none
-        print("losses:", *(f"{loss:.3f}" for loss in losses[::10]))
+    print("losses:", *(f"{loss:.3f}" for loss in losses[::10]))
