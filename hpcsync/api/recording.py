@@ -255,8 +255,10 @@ class Recorder:
 
 
 def _is_rank_0() -> bool:
-    rank = int(os.environ.get("RANK", rank_environment.expected_rank()))
-    return (dist.get_rank() if dist.is_initialized() else rank) == 0
+    if dist.is_initialized():
+        return dist.get_rank() == 0
+    rank = rank_environment.number(os.environ, "RANK")
+    return (rank_environment.expected_rank() if rank is None else rank) == 0
 
 
 @contextmanager

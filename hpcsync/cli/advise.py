@@ -382,7 +382,8 @@ class _Adviser:
         time_s = f"{rounded(predicted['seconds'])} s"
         if "low_s" in predicted:
             time_s += f" ({rounded(predicted['low_s'])} to {rounded(predicted['high_s'])} s in 80 % of runs)"
-        return predicted, f"Predicted: {time_s}, {by}." + coarseness(predicted, self._job.evaluation.every_samples)
+        coarse = coarseness(predicted, self._job.evaluation.every_samples)
+        return predicted, " ".join(filter(None, (f"Predicted: {time_s}, {by}.", coarse)))
 
     def _unknown(self) -> Iterator[str]:
         """Yield what came of an earlier prediction, and what the advice does not know."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from hpcsync.cli import finished_runs
 from hpcsync.config.errors import JobError
+from hpcsync.system import optional_packages
 
 SUFFIXES = {"perfetto": (".pftrace", ".perfetto-trace"), "csv": (".csv",), "parquet": (".parquet", "")}
 MODULES = {"perfetto": "perfetto", "csv": "pipit", "parquet": "parquet"}  # in hpcsync.export
@@ -82,13 +83,9 @@ def module_of(kind: str) -> Any:
     """Return the module that writes a format. Raises JobError if a package that it needs cannot be imported."""
     try:
         return import_module(f"hpcsync.export.{MODULES[kind]}")
-    except (ImportError, AttributeError) as error:
-        package = (error.name or "").partition(".")[0]
-        if isinstance(error, ModuleNotFoundError) and package in PACKAGES:
-            wrong = f"needs {package}, which is not installed: pip install 'hpcsync[export]'"
-        else:  # a package that does not fit the others
-            why = str(error).strip().partition("\n")[0]
-            wrong = f"a package that it needs cannot be imported: {why}"
+    except optional_packages.ERRORS as error:
+        if (wrong := optional_packages.unusable(error, PACKAGES, "pip install 'hpcsync[export]'")) is None:
+            raise
         raise JobError(f"--format {kind}: {wrong}") from None
 
 

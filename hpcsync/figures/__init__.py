@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcsync.config.errors import JobError
+from hpcsync.system import optional_packages
 
 if TYPE_CHECKING:
     from hpcsync.figures.plotting import Drawing
@@ -68,7 +69,7 @@ def draw(name: str, traces: Sequence[Trace], *, width: float | None = None, **op
     Raises
     ------
     FigureError
-        For another width, an option that the figure does not take, or if matplotlib or pandas is missing.
+        For another width, an option that the figure does not take, or if a package that it needs cannot be imported.
     TraceError
         If a trace has nothing to draw.
     """
@@ -84,12 +85,9 @@ def draw(name: str, traces: Sequence[Trace], *, width: float | None = None, **op
     try:
         module = import_module(f"hpcsync.figures.{name}")
         plotting = import_module("hpcsync.figures.plotting")
-    except (ImportError, AttributeError) as error:
-        if isinstance(error, ModuleNotFoundError) and error.name in EXTRA:
-            wrong = f"needs {error.name}, which is not installed: pip install matplotlib pandas"
-        else:  # a package that does not fit the others
-            why = str(error).strip().partition("\n")[0]
-            wrong = f"a package that it needs cannot be imported: {why}"
+    except optional_packages.ERRORS as error:
+        if (wrong := optional_packages.unusable(error, EXTRA, "pip install matplotlib pandas")) is None:
+            raise
         raise FigureError(f"figure {name}: {wrong}") from None
     with plotting.style(width or plotting.PAGE_INCHES):
         drawings: list[Drawing] = module.draw(list(traces), **given)

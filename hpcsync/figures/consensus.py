@@ -1,7 +1,7 @@
 """Figure `consensus`: consensus distance over time, if each worker has its own weights.
 
 It is the root mean square distance of the workers' weights from their mean, at each evaluation. A distance of 0 is left
-out of a run that has others: it is that of the common weights with which local SGD ends. Traces of one job with
+out of a run that has others, such as that of the common weights with which local SGD ends. Traces of one job with
 different seeds are one line: their mean, in a band that is the 95 % interval of the mean, or with two seeds the range
 of the values; the line is thin where some of the runs have ended. A band that reaches below half the smallest mean
 leaves the panel there.

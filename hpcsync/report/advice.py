@@ -153,7 +153,7 @@ def coarseness(predicted: Mapping[str, float], every_samples: int) -> str:
     apart_s = every_samples / predicted["samples_per_s"]
     if predicted["high_s"] - predicted["low_s"] >= apart_s:
         return ""
-    return f" Evaluations are {rounded(apart_s)} s apart, so times are known less exactly than that interval says."
+    return f"Evaluations are {rounded(apart_s)} s apart, so times are known less exactly than that interval says."
 
 
 def trial_numbers(runs: Mapping[int, Summary]) -> dict[str, Any]:

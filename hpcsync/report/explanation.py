@@ -51,7 +51,7 @@ class WhatIf(NamedTuple):
     assumed
         Those of these whose transfers are of another kind than the recorded ones, which are taken in their place.
     left_early
-        Workers that had left well before the end without an event of the job; in the simulations they train on.
+        Workers that had left or died well before the end, without an event of the job; simulated, they train on.
     """
 
     samples: int
@@ -63,7 +63,7 @@ class WhatIf(NamedTuple):
     by_speed_s: float | None
     others_s: Mapping[str, float]
     assumed: tuple[str, ...]
-    left_early: tuple[int, ...] = ()
+    left_early: tuple[int, ...]
 
     @property
     def slowdown(self) -> float:
@@ -188,7 +188,7 @@ def sentences(found: Explanation, what_if: WhatIf | None) -> Iterator[str]:
         if what_if.left_early:
             who = _listed([found.name(worker) for worker in what_if.left_early])
             yield (
-                f"{_capital(who)} left before the end; simulated, all workers train to the end, which takes "
+                f"{_capital(who)} left or died before the end; simulated, all workers train to the end, which takes "
                 f"{_seconds(what_if.replayed_s)} in place of {_seconds(what_if.real_s)}."
             )
         if what_if.assumed and shares[PARTS.index("comm")] >= WORTH_S:

@@ -152,15 +152,12 @@ def study(trace: Trace | TraceFile, paradigms: Sequence[Mapping[str, Any]] = ())
 def _left_early(trace: Trace | TraceFile, real_s: float) -> tuple[int, ...]:
     """Return the workers that had left or died before the simulated part of a run was nearly over.
 
-    Those that an event of the job names leave in the simulations too.
+    Those that an event of the job lets leave do so in the simulations too.
     """
-    last = {int(change["worker"]): change for change in _first(trace, "membership", ROWS)}
-    gone = {
-        worker
-        for worker, change in last.items()
-        if change["change"] != Change.JOINED and change["now_s"] < NEARLY * real_s
-    }
-    return tuple(sorted(gone - {event.worker for event in trace.job.cluster.events}))
+    changes = _first(trace, "membership", ROWS)
+    last = {int(row["worker"]): row["change"] for row in changes[changes["now_s"] < NEARLY * real_s]}
+    leaving = {event.worker for event in trace.job.cluster.events if event.change == "leave"}
+    return tuple(sorted(worker for worker in last.keys() - leaving if last[worker] != Change.JOINED))
 
 
 # ---- the recorded times ----

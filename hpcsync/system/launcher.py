@@ -281,14 +281,14 @@ def on_this_node(environ: Mapping[str, str]) -> bool:
     """Return True if all ranks of a launch will be on the node of this process, which may be outside its allocation."""
     if not on_one_node(environ):
         return False
-    return "SLURMD_NODENAME" in environ or not {"SLURM_JOB_ID", "SLURM_JOBID"} & environ.keys()
+    return bool(environ.get("SLURMD_NODENAME") or not (environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID")))
 
 
 def on_one_node(environ: Mapping[str, str]) -> bool:
     """Return True if all ranks of a launch will be on one node, by the batch system and the options of MPIEXEC."""
-    if environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") != environ.get("OMPI_COMM_WORLD_SIZE"):  # of a rank
+    if number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE") != number(environ, "OMPI_COMM_WORLD_SIZE"):  # of a rank
         return False
-    if environ.get("MPI_LOCALNRANKS", environ.get("PMI_SIZE")) != environ.get("PMI_SIZE"):  # of a rank of MPICH
+    if number(environ, "MPI_LOCALNRANKS", "PMI_SIZE") != number(environ, "PMI_SIZE"):  # of a rank of MPICH
         return False
     if (number(environ, "SLURM_JOB_NUM_NODES", "SLURM_NNODES") or 1) > 1:
         return False
@@ -531,12 +531,12 @@ def refuse_singletons(world_size: int, library: str = "") -> None:
     expected = expected_size()
     if world_size != 1 or expected is None or expected <= 1:
         return
-    name = "PMI_SIZE" if number(os.environ, "OMPI_COMM_WORLD_SIZE") is None else "OMPI_COMM_WORLD_SIZE"
-    if name == "PMI_SIZE" and "SLURM_STEP_ID" in os.environ:
+    variable = "PMI_SIZE" if number(os.environ, "OMPI_COMM_WORLD_SIZE") is None else "OMPI_COMM_WORLD_SIZE"
+    if variable == "PMI_SIZE" and "SLURM_STEP_ID" in os.environ:
         options = {name: f"srun --mpi={kind}" for name, kind in SRUN_MPI.items()}
         remedy = next((option for name, option in options.items() if name in library), " or ".join(options.values()))
         remedy += f", or {shlex.join(mpiexec())} inside the allocation"
     else:
         remedy = f"{shlex.join(mpiexec())}, which belongs to this Python's MPI library"
-        remedy += f"; without a launcher, unset {name}"
+        remedy += f"; without a launcher, unset {variable}"
     raise LaunchError(f"{expected} processes were started, but each is a world of its own: start them with {remedy}")

@@ -88,10 +88,10 @@ def all_on_node(environ: Mapping[str, str]) -> bool:
 def speaks_for_all() -> bool:
     """Return True if this process prints errors that all ranks have in common.
 
-    Rank 0 does, and a process with a terminal of its own: no launcher has started it, though its shell may have kept
-    the variables of one.
+    Rank 0 does, and a process with a terminal of its own: no MPI launcher has started it, though its shell may have
+    kept the variables of one. Processes of torchrun share its terminal.
     """
-    return expected_rank() == 0 or sys.stderr.isatty()
+    return expected_rank() == 0 or (sys.stderr.isatty() and "TORCHELASTIC_RUN_ID" not in os.environ)
 
 
 def is_viewed() -> bool:
@@ -103,8 +103,8 @@ def under_launcher(environ: Mapping[str, str] = os.environ) -> bool:
     """Return True if this process is a rank of a job. A shell in a Slurm step of one task is not."""
     size = expected_size(environ)
     if size is None:
-        has_rank = number(environ, "PMIX_RANK") is not None and "PMIX_NAMESPACE" in environ
-        return has_rank and "SLURM_STEP_ID" not in environ  # else of the shell that submitted the job
+        has_rank = number(environ, "PMIX_RANK") is not None and bool(environ.get("PMIX_NAMESPACE"))
+        return has_rank and not environ.get("SLURM_STEP_ID")  # else of the shell that submitted the job
     if size > 1 or number(environ, "OMPI_COMM_WORLD_SIZE") is not None:
         return True
     return number(environ, "PMI_SIZE") is not None and not under_pmi2_of_slurm(environ)

@@ -203,7 +203,7 @@ class Read(Source):
         self._n_read = 0
         for batch in batches:
             if self._n_read == 0:
-                self._note(epoch, numbers_of(batch if self._load is not None else _first_array(batch)))
+                self._note(epoch, sample_numbers(batch if self._load is not None else _first_array(batch)))
             self._n_read += 1
             yield batch
 
@@ -263,7 +263,7 @@ def _first_array(batch: Any) -> Any:
     return next((found for part in parts if (found := _first_array(part)) is not None), None)
 
 
-def numbers_of(values: Any) -> list[float]:
+def sample_numbers(values: Any) -> list[float]:
     """Return the mean of the first of some values: samples, or indices of samples; nothing if they are no numbers."""
     try:
         first = values if isinstance(values, int) or getattr(values, "ndim", 1) == 0 else values[:1]

@@ -35,7 +35,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from hpcsync.config.errors import JobError, shown
 from hpcsync.planning.checks import is_whole
-from hpcsync.training.batch_sources import Batch, Load, Note, Ordered, Part, Read, Source, numbers_of, sized
+from hpcsync.training.batch_sources import Batch, Load, Note, Ordered, Part, Read, Source, sample_numbers, sized
 from hpcsync.training.planned_loader import PlannedLoader
 from hpcsync.training.rng_state import with_generators
 from hpcsync.training.sampler import fetch
@@ -136,7 +136,7 @@ def source(
         )
     if not _is_torchs(data):
         return Read(
-            lambda epoch: sized(with_generators(_explained(data), *stream, epoch)), part, 0, sharded=sharded, note=note
+            lambda epoch: sized(with_generators(_batches_of(data), *stream, epoch)), part, 0, sharded=sharded, note=note
         )
     is_iterable, batches = isinstance(data.dataset, IterableDataset), data.batch_sampler
     seed = (_seed(data, part), number if sharded or not is_iterable else 0)
@@ -177,7 +177,7 @@ def _numbers_of_data(data: Any) -> list[float]:
     if isinstance(data, Subset):
         found += [float(zlib.crc32(np.asarray(data.indices).tobytes())), *_numbers_of_data(data.dataset)]
     elif isinstance(data, TensorDataset):
-        found += [*numbers_of(data.tensors[0]), *numbers_of(data.tensors[0][-1:])]
+        found += [*sample_numbers(data.tensors[0]), *sample_numbers(data.tensors[0][-1:])]
     return found
 
 
@@ -261,11 +261,12 @@ def _read(loader: PlannedLoader, stream: tuple[int, ...], epoch: int) -> Iterato
 _CallsAFunction = type(iter(int, None))
 
 
-def _explained(data: Iterable[Any]) -> Iterator[Any]:
+def _batches_of(data: Iterable[Any]) -> Iterator[Any]:
     """Yield the batches; refuse arrays from `iter(function, None)`."""
     batches = iter(data)
     try:
-        yield from batches
+        for batch in batches:  # noqa: UP028 - `yield from` would close the script's iterator where its loop ends
+            yield batch
     except ValueError as error:
         of_comparison = error.__traceback__ is not None and error.__traceback__.tb_next is None
         if isinstance(batches, _CallsAFunction) and of_comparison:

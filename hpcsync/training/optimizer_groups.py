@@ -137,7 +137,7 @@ def is_number(value: Any) -> bool:
     )
 
 
-def numbers_of(index: int, optimizer: torch.optim.Optimizer) -> Iterator[Number]:
+def group_numbers(index: int, optimizer: torch.optim.Optimizer) -> Iterator[Number]:
     """Yield the numbers among the options of an optimizer's groups; `index` is that of the optimizer."""
     for at, group in enumerate(optimizer.param_groups):
         for key in sorted(optimizer.defaults.keys() & group.keys()):  # a scheduler adds keys of its own
@@ -173,13 +173,13 @@ def scaled_rates(optimizer: torch.optim.Optimizer, factor: float) -> Iterator[No
     """Let the optimizer step with its learning rates times this factor; rates that its step changes stay changed."""
     given = [group["lr"] for group in optimizer.param_groups]
     scaled = given if factor == 1.0 else [rate * factor for rate in given]
-    marks = [*map(_mark, scaled)]
+    before = [*map(_mark, scaled)]
     for group, rate in zip(optimizer.param_groups, scaled, strict=True):
         group["lr"] = rate
     try:
         yield
     finally:
-        for group, rate, mark in zip(optimizer.param_groups, given, marks, strict=True):
+        for group, rate, mark in zip(optimizer.param_groups, given, before, strict=True):
             if factor == 0.0 or _mark(group["lr"]) == mark:
                 group["lr"] = rate
             elif factor != 1.0:

@@ -36,11 +36,11 @@ from hpcsync.training.optimizer_groups import (
     Groups,
     KeptByOptimizers,
     fixed_options,
+    group_numbers,
     is_number,
     kept_of_all,
     lay_out_kept,
     marks,
-    numbers_of,
     on_device,
     parameters_of,
     scaled_rates,
@@ -110,7 +110,7 @@ class ScriptOptimizers(Groups):
         self.stepping, self.skips = self.only, False
         self.before, self.makes_step = -1, False
         self.steps = [optimizer.step for optimizer in optimizers]  # before a session takes them over
-        self.numbers = tuple(chain.from_iterable(numbers_of(index, each) for index, each in enumerate(optimizers)))
+        self.numbers = tuple(chain.from_iterable(group_numbers(index, each) for index, each in enumerate(optimizers)))
         self._fixed = [*fixed_options(optimizers)]
         self.told_rates: list[float] = []
         self.own_keys = [[set() for _ in each.param_groups] for each in optimizers]

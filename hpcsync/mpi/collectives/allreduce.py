@@ -34,7 +34,7 @@ from hpcsync.paradigms.peer_method import Agreed, StepCounts
 
 CHUNK_BYTES = {"cpu": 1 << 19, "cuda": 1 << 25}  # on the CPU a partial sum stays in the core's own cache
 LINE_BYTES = 64  # parts begin at a cache line, so that no two ranks write to the same one
-SEGMENT_BYTES = 1 << 16  # of a ring at least: each of its 2 (n - 1) steps costs a latency, MPI's way fewer of them
+SEGMENT_BYTES = 1 << 16  # least segment of a ring: each of its 2 (n - 1) steps costs a latency, and MPI needs fewer
 WORD, WORDS = LINE_BYTES // 8, 3 * LINE_BYTES // 8  # a rank's words: one line per counter, and one for its `StepCounts`
 
 

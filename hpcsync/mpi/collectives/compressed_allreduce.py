@@ -38,6 +38,7 @@ class CompressedMean(MeanVector):
 
     def mean(self, begin: int, end: int, own_counts: StepCounts) -> Agreed:
         """Compress the vector, exchange `own_counts`, then form the mean."""
+        assert (begin, end) == (0, len(self.vector))
         n_bytes = self._prepare() if own_counts.n_steps else 0
         begin_s = time.perf_counter()
         own, words = np.array([*own_counts, n_bytes], np.int64), np.empty((self.n_ranks, len(own_counts) + 1), np.int64)

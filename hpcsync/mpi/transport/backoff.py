@@ -89,9 +89,9 @@ class Backoff:
         return found
 
     def complete(self, test: Callable[[], T | None]) -> T:
-        """Wait as `until` does, for what one MPI call of this rank tells, such as the `Test` of a request.
+        """Wait as `until` does for `test`, which is one local MPI call, such as the `Test` of a request.
 
-        Where calls let transfers of others advance, repeated tests do so, and no other calls delay the answer.
+        Between hosts it is repeated in place of probes, which would delay it: transfers of others advance as well.
         """
         if not self._helps:
             return self.until(test)

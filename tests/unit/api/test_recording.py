@@ -281,6 +281,7 @@ def test_a_refusal_is_one_line_of_rank_0(rank, module, tmp_path, monkeypatch, ca
     monkeypatch.setattr(sys, "excepthook", lambda *raised: pytest.fail("a traceback"))
     written(tmp_path, FAST, SLOW)
     capsys.readouterr()
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     with pytest.raises(JobError) as refused, record(tmp_path / "run"):
         pass
     with pytest.raises(SystemExit, match="2"):

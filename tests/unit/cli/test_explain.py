@@ -216,7 +216,7 @@ def test_the_longest_wait_has_three_digits(capsys: pytest.CaptureFixture[str], s
 
 
 def test_simulations_are_shares_of_the_one_with_the_recorded_times(capsys: pytest.CaptureFixture[str]) -> None:
-    what_if = WhatIf(100, 10.0, 8.0, 4.0, {2: 5.0}, {"transfers": 6.4}, 6.0, {"asp": 2.0}, ())
+    what_if = WhatIf(100, 10.0, 8.0, 4.0, {2: 5.0}, {"transfers": 6.4}, 6.0, {"asp": 2.0}, (), ())
     (said,) = explanation._on_stragglers(what_if)
     assert said == (
         "Without stragglers it would have taken 0.50 of the time (slowdown S = 2.00), "

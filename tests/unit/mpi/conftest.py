@@ -33,13 +33,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """With `--take-turns`, run some cases at each number of ranks, and every case at some."""
     if not config.getoption("take_turns"):
         return
-    cases: dict[str, list[str]] = {}
+    cases: dict[str, list[dict[str, int]]] = {}
     its_case = {}
     for item in items:
         callspec = getattr(item, "callspec", None)
         if callspec is not None and "n_ranks" in callspec.params and not runs_everywhere(item):
             of_test = cases.setdefault(item.nodeid.partition("[")[0], [])
-            case = callspec.id.partition("-")[2]  # without the number of ranks
+            case = {name: id(value) for name, value in callspec.params.items() if name != "n_ranks"}
             if case not in of_test:
                 of_test.append(case)
             its_case[item] = (of_test, of_test.index(case), SIZES.index(callspec.params["n_ranks"]))

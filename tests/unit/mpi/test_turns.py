@@ -33,7 +33,11 @@ def test_every_case_runs_at_some_number_of_ranks_and_not_at_all(tmp_path: Path, 
     )
     argv = [sys.executable, "-m", "pytest", "--rootdir", tmp_path, "-c", pytestconfig.rootpath / "setup.cfg"]
     found = subprocess.run(
-        [*argv, "--collect-only", "-q", "--take-turns", tmp_path], capture_output=True, text=True, check=True
+        [*argv, "--collect-only", "-q", "--take-turns", tmp_path],
+        cwd=pytestconfig.rootpath,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     names = [line.partition("::")[2].rstrip("]") for line in found.stdout.splitlines() if "::" in line]
     n_turns = Counter((name.partition("[")[0], name.partition("[")[2].partition("-")[2]) for name in names)

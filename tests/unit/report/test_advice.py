@@ -173,7 +173,7 @@ def test_a_further_run_lies_within_the_predicted_interval_in_80_percent():
 def test_an_interval_narrower_than_between_evaluations_is_said_to_be():
     at_the_same = prediction(runs(4.0, 4.0, 4.0, samples_per_s=200.0).values())
     assert (at_the_same["low_s"], at_the_same["high_s"]) == (4, 4)
-    assert coarseness(at_the_same, 300).startswith(" Evaluations are 1.5 s apart")
+    assert coarseness(at_the_same, 300).startswith("Evaluations are 1.5 s apart")
     assert coarseness(prediction(runs(10.0, 11.0, 12.0, samples_per_s=200.0).values()), 300) == ""
     assert coarseness(prediction(runs(4.0, samples_per_s=200.0).values()), 300) == "", "one run has no interval"
 

@@ -64,6 +64,9 @@ def test_rank_0_speaks_for_all_and_who_has_a_terminal(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "stderr", SimpleNamespace(isatty=lambda: terminal))
     assert rank_environment.speaks_for_all() is speaks
+    for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": rank}.items():  # its processes share a terminal
+        monkeypatch.setenv(name, value)
+    assert rank_environment.speaks_for_all() is (rank == "0")
 
 
 @pytest.mark.parametrize(

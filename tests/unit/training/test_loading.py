@@ -494,6 +494,15 @@ def test_a_function_that_returns_a_bare_array_is_refused():
         used(iter(lambda: (1 if np.zeros(4) else 2,), None), 0)
 
 
+def test_a_script_s_iterator_is_not_closed_where_a_loop_ends():
+    """It may go on with it, or it is a file."""
+    batches = (torch.full((4,), number) for number in range(5))
+    read = source(batches, None, Part(0, 0, 1)).read(0)
+    next(read)
+    del read
+    assert [int(batch[0]) for batch in batches] == [1, 2, 3, 4]
+
+
 def test_a_batch_without_a_tensor_is_refused():
     with pytest.raises(JobError, match="a batch that is a list without a tensor"):
         n_samples(["a", 3, torch.tensor(1.0)])
