@@ -133,7 +133,7 @@ def test_another_mpi_s_launcher_is_refused(monkeypatch: pytest.MonkeyPatch, capf
         return  # MPICH says by itself that this is not its launcher
     message = "refused: 2 processes were started, but each is a world of its own: start them with "
     lines = [line for line in captured.out.splitlines() if line.startswith("refused")]
-    assert f"{message}{mine}, which belongs to this Python's MPI library" in lines
+    assert any(line.startswith(f"{message}{mine}, which belongs to this Python's MPI library") for line in lines)
 
 
 # ---- ranks that launch ranks ----
