@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import signal
 import sys
 from collections.abc import Sequence
 
@@ -50,5 +49,4 @@ def launch(n: int, program: Sequence[str], timeout_s: float | None = None, *, ov
 
         is_stopped = ended.timed_out or ended.signum is not None
         unfinished.close_scripts(ended.runs, "interrupted" if is_stopped else "failed")
-    is_to_resume = ended.status == TO_BE_RESUMED
-    return 1 if is_to_resume and ended.signum not in (None, signal.SIGTERM) else ended.status  # as `run`
+    return ended.resumable_status if ended.status == TO_BE_RESUMED else ended.status

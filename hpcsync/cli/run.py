@@ -209,10 +209,10 @@ def _concluded(folder: Path, ended: launcher.Ended, *, began: bool, may_restart:
     if not began:
         if ended.signum is not None or ended.status == TO_BE_RESUMED:
             print("hpcsync: interrupted before training began", file=sys.stderr)
-            return TO_BE_RESUMED if ended.signum in (None, signal.SIGTERM) else 1, False
+            return ended.resumable_status, False
         return 2 if ended.status == 2 else 1, killed
     if ended.status == TO_BE_RESUMED:
-        return TO_BE_RESUMED if ended.signum in (None, signal.SIGTERM) else 1, False
+        return ended.resumable_status, False
     status = "failed" if ended.signum is None else "interrupted"
     before = unfinished.close(folder, status, may_restart=may_restart)
     return TO_BE_RESUMED if ended.signum == signal.SIGTERM else 1, killed or before == "running"

@@ -129,6 +129,11 @@ class Ended(NamedTuple):
     timed_out: bool = False
     runs: tuple[Path, ...] = ()
 
+    @property
+    def resumable_status(self) -> int:
+        """Exit status of a command whose run can be resumed: 1 if a signal other than SIGTERM has ended it."""
+        return TO_BE_RESUMED if self.signum in (None, signal.SIGTERM) else 1
+
 
 # ---- the command line ----
 
@@ -537,6 +542,6 @@ def refuse_singletons(world_size: int, library: str = "") -> None:
         remedy = next((option for name, option in options.items() if name in library), " or ".join(options.values()))
         remedy += f", or {shlex.join(mpiexec())} inside the allocation"
     else:
-        remedy = f"{shlex.join(mpiexec())}, which belongs to this Python's MPI library"
-        remedy += f"; without a launcher, unset {variable}"
+        launching = shlex.join(mpiexec())
+        remedy = f"{launching}, which belongs to this Python's MPI library; without a launcher, unset {variable}"
     raise LaunchError(f"{expected} processes were started, but each is a world of its own: start them with {remedy}")
