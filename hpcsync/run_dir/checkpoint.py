@@ -205,15 +205,14 @@ def resumed(folder: Path) -> Resumed | None:
     Raises
     ------
     JobError
-        If the checkpoint is of another format, or a file of it is missing, truncated or altered; if the trace has not
-        the rows that it had.
+        If the checkpoint is of another format, or a file of it is missing, truncated, altered or cannot be read; if the
+        trace has not the rows that it had.
     """
     if (checkpoint := newest(folder)) is None:
         return None
-    files = checkpoint_files.verified(checkpoint).files
     part = f"{RUN}.json"
     try:
-        if part not in files:
+        if part not in checkpoint_files.verified(checkpoint).files:
             raise StateError("missing")
         run: RunState = built(RunState, checkpoint_files.read_part(checkpoint, RUN))
         job = Job.from_toml(run.job)
@@ -221,6 +220,8 @@ def resumed(folder: Path) -> Resumed | None:
         coordinator.restore(run.coordinator)
     except StateError as error:
         raise JobError(f"--resume: {checkpoint / part}: {error}") from None
+    except OSError as error:
+        raise JobError(f"--resume: {error.filename or checkpoint}: {error.strerror}") from None
     _refuse_shorter_trace(folder, checkpoint, run.trace_rows)
     active = () if job.has_servers and coordinator.stopping else coordinator.active
     return Resumed(checkpoint.absolute(), job, frozenset(active))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import sys
 import tempfile
@@ -93,7 +94,7 @@ def claimed(folder: Path) -> Iterator[None]:
     JobError
         If another process has locked it, or it cannot be written.
     """
-    is_new = not folder.exists()
+    is_new = not os.path.exists(folder)
     create_folder(folder)
     with _as_job_error(folder):
         lock.hold(folder)
@@ -107,10 +108,11 @@ def claimed(folder: Path) -> Iterator[None]:
 
 
 def refuse_taken(folder: Path) -> None:
-    """Raise JobError if the folder holds files of a run."""
-    for name in (TRACE, JOB, WEIGHTS, SUMMARY, checkpoint.FOLDER):
-        if (folder / name).exists():
-            raise _taken(folder, name)
+    """Raise JobError if the folder holds files of a run, or cannot be looked into."""
+    with _as_job_error(folder):
+        for name in (TRACE, JOB, WEIGHTS, SUMMARY, checkpoint.FOLDER):
+            if (folder / name).exists():
+                raise _taken(folder, name)
 
 
 def refuse_unwritable(out: str | Path | None) -> None:
@@ -123,7 +125,7 @@ def refuse_unwritable(out: str | Path | None) -> None:
 
 def missing_above(out: str | Path | None) -> list[Path]:
     """Return the folders above that of a run which do not exist yet, the innermost first."""
-    return list(itertools.takewhile(lambda above: not above.exists(), _would_be(out).parents))
+    return list(itertools.takewhile(lambda above: not os.path.exists(above), _would_be(out).parents))
 
 
 def _would_be(out: str | Path | None) -> Path:
@@ -155,11 +157,11 @@ def resuming(out: str | Path | None, resume: bool) -> Resumed | None:
         return None
     if out is None:
         raise JobError("resume: must come with out, the folder of the run to resume")
-    _refuse_finished(Path(out))
-    if Path(out).is_dir():
-        with _as_job_error(Path(out)):
-            lock.hold(Path(out))
+    with _as_job_error(Path(out)):
         _refuse_finished(Path(out))
+        if Path(out).is_dir():
+            lock.hold(Path(out))
+            _refuse_finished(Path(out))
     return checkpoint.resumed(Path(out))
 
 

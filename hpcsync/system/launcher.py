@@ -393,7 +393,7 @@ def launch(
         print(f"starting {n} rank{'s' * (n > 1)}: {shlex.join(line)}", flush=True)
     written = Output() if write is None else Output(write)
     viewed = {} if write is None else {VIEWED: "1"}
-    folder, since_ns = Path(tempfile.gettempdir(), f"hpcsync-{mark[-12:]}").absolute(), time.time_ns()
+    folder, since_ns = temporary_folder() / f"hpcsync-{mark[-12:]}", time.time_ns()
     will = will._replace(removed=[*will.removed, str(folder)])
     with _noted_signals() as signums, process_cleanup.guarded(mark, will), _own(folder):
         listening = folder / "listening"
@@ -437,6 +437,14 @@ def launch(
     if stopped and signum is None and status in (0, TO_BE_RESUMED):
         status = 1  # of the ranks that were told to end because another one had
     return Ended(128 + signum if stopped and signum and status == 0 else status, signum, runs=runs)
+
+
+def temporary_folder() -> Path:
+    """Return the folder for temporary files. Raises LaunchError if there is none that can be written."""
+    try:
+        return Path(tempfile.gettempdir()).absolute()
+    except FileNotFoundError as error:  # every candidate is full or read-only
+        raise LaunchError(f"temporary folder: {error.strerror}; set TMPDIR") from None
 
 
 @contextlib.contextmanager

@@ -74,7 +74,7 @@ def probe(name: str, *arguments: str, ranks: int = 0) -> dict[str, Any]:
     A rank may call this too, in its main thread. A signal that would end this process first ends the probe and then
     takes its usual effect.
     """
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=launcher.temporary_folder()) as folder:
         result = Path(folder) / "result.json"
         runner = ["-m", "mpi4py"] if ranks else []  # ends all ranks when one fails
         argv = python(*runner, "-m", "hpcsync.mpi.transport.subprocess_probe", name, str(result), *arguments)

@@ -86,6 +86,18 @@ def test_a_checkpoint_without_the_records_of_the_run_is_refused(tmp_path):
         checkpoint.resumed(tmp_path)
 
 
+def test_a_checkpoint_that_the_system_refuses_to_read_is_refused(tmp_path, monkeypatch):
+    written(tmp_path, 1)
+    assert checkpoint.resumed(tmp_path) is not None, "the control"
+
+    def refuse(path: Path, *_: Any, **__: Any) -> Any:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "open", refuse)  # of another user with umask 077
+    with pytest.raises(JobError, match=r"^--resume: \S+/1/manifest\.json: Permission denied$"):
+        checkpoint.resumed(tmp_path)
+
+
 def test_workers_without_servers_do_not_join_again(tmp_path):
     job = make_job(paradigm={"name": "gossip", "mode": "pull"}, cluster={"workers": 4})
     before = checkpoint.Resumed(tmp_path, job, frozenset({0, 1, 3}))

@@ -168,6 +168,19 @@ def test_a_folder_that_cannot_be_written_is_refused(monkeypatch):
     assert not Path("a").exists()
 
 
+def test_a_folder_that_the_system_refuses_to_look_into_is_refused():
+    out, refused = "a/" * 3000 + "run", r"^out a/a/.*File name too long$"
+    for ask in (layout.refuse_taken, layout.create_folder, layout.refuse_unwritable):
+        with pytest.raises(JobError, match=refused):
+            ask(Path(out))
+    with pytest.raises(JobError, match=refused), layout.claimed(Path(out)):
+        pass
+    for ask in (layout.finished_already, layout.resuming):
+        with pytest.raises(JobError, match=refused):
+            ask(out, resume=True)
+    assert len(layout.missing_above(out)) == 3000, "that is told when the folder is created"
+
+
 def test_the_resolved_job_lies_in_the_folder(tmp_path):
     layout.create(layout.choose(make_job(), tmp_path / "a" / "b"), make_job())
     assert Job.from_toml((tmp_path / "a" / "b" / "job.toml").read_text()) == make_job()

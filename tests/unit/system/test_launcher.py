@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from hpcsync.mpi.transport import subprocess_probe
 from hpcsync.system import launched_ranks, launcher, process_cleanup, rank_environment
 from hpcsync.system.launcher import Ended, LaunchError
 from tests.unit.system.test_rank_environment import (
@@ -270,6 +271,16 @@ def test_every_launch_has_its_own_folder(mpiexec: Path, tmp_path: Path, monkeypa
     assert list(tmp_path.glob("hpcsync-*")) == []
     monkeypatch.setenv(rank_environment.SESSION_FOLDER, "mine")
     assert told() == "mine False\n"
+
+
+def test_a_launch_without_a_folder_for_temporary_files_is_refused(
+    mpiexec: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/nonexistent"])
+    for start in (lambda: launcher.launch(2, [sys.executable, "-c", ""]), lambda: subprocess_probe.probe("packages")):
+        with pytest.raises(LaunchError, match=r"^temporary folder: No usable .* in \['/nonexistent'\]; set TMPDIR$"):
+            start()
 
 
 def test_a_launcher_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
