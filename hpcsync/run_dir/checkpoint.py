@@ -208,10 +208,11 @@ def resumed(folder: Path) -> Resumed | None:
         If the checkpoint is of another format, or a file of it is missing, truncated, altered or cannot be read; if the
         trace has not the rows that it had.
     """
-    if (checkpoint := newest(folder)) is None:
-        return None
-    part = f"{RUN}.json"
+    part, checkpoint = f"{RUN}.json", folder / FOLDER
     try:
+        if (found := newest(folder)) is None:
+            return None
+        checkpoint = found
         if part not in checkpoint_files.verified(checkpoint).files:
             raise StateError("missing")
         run: RunState = built(RunState, checkpoint_files.read_part(checkpoint, RUN))
@@ -273,4 +274,6 @@ def _coordinator(job: Job) -> Coordinator | PeerCoordinator:
 
 def _numbered(folder: Path) -> list[Path]:
     """Return all finished checkpoints, the newest last."""
-    return sorted((path for path in folder.glob("[0-9]*") if path.name.isdigit()), key=number_of)
+    with suppress(FileNotFoundError, NotADirectoryError):  # no others: a run would start anew
+        return sorted((path for path in folder.iterdir() if path.name.isdecimal()), key=number_of)
+    return []

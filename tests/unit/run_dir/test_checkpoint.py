@@ -96,6 +96,10 @@ def test_a_checkpoint_that_the_system_refuses_to_read_is_refused(tmp_path, monke
     monkeypatch.setattr(Path, "open", refuse)  # of another user with umask 077
     with pytest.raises(JobError, match=r"^--resume: \S+/1/manifest\.json: Permission denied$"):
         checkpoint.resumed(tmp_path)
+    monkeypatch.setattr(os, "listdir", refuse)
+    monkeypatch.setattr(os, "scandir", refuse)  # of `glob`, which takes that for an empty folder
+    with pytest.raises(JobError, match=r"^--resume: \S+/checkpoints: Permission denied$"):
+        checkpoint.resumed(tmp_path)
 
 
 def test_workers_without_servers_do_not_join_again(tmp_path):
