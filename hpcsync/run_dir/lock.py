@@ -7,7 +7,7 @@ locks, and the next run removes it.
 
 Not every file system has flock between hosts: NFS and GPFS do, Lustre does if it is mounted with `flock`, others lock
 within a node or not at all. So that a run of another host is recognised there too, the owner touches the file every
-`BEAT_S`. A lock that flock does not protect, and whose owner may live on another host, counts as left behind only after
+`BEAT_S`. A lock that flock does not protect, and whose owner or its ranks may live, counts as left behind only after
 `PATIENCE_S` without a touch.
 """
 
@@ -130,9 +130,9 @@ def judge(owner: Owner | None, mine: Owner, start: str, *, locked: bool | None) 
     if owner.kernel and owner.kernel == mine.kernel:
         if locked is False:  # flock is exact on one kernel
             return Verdict.DEAD
-        if owner.processes and owner.processes == mine.processes:
-            return Verdict.ALIVE if start and start == owner.started else Verdict.DEAD
-    return Verdict.UNKNOWN
+        if owner.processes and owner.processes == mine.processes and start and start == owner.started:
+            return Verdict.ALIVE
+    return Verdict.UNKNOWN  # also if only its guard lives, which ends its ranks and then deletes the lock
 
 
 class Lock:

@@ -280,8 +280,8 @@ def test_the_owner_is_judged_by_what_is_known():
     assert judge(other, mine, "", locked=True) is Verdict.ALIVE
     assert judge(other, mine, "5", locked=False) is Verdict.DEAD, "flock is exact on one kernel"
     assert judge(other, mine, "5", locked=None) is Verdict.ALIVE
-    assert judge(other, mine, "6", locked=None) is Verdict.DEAD, "another process has its id"
-    assert judge(other, mine, "", locked=None) is Verdict.DEAD
+    assert judge(other, mine, "6", locked=None) is Verdict.UNKNOWN, "another process has its id"
+    assert judge(other, mine, "", locked=None) is Verdict.UNKNOWN, "its ranks may live, and its guard"
     assert judge(replace(other, processes="q"), mine, "", locked=None) is Verdict.UNKNOWN, "another container"
     for locked in (None, False):
         assert judge(replace(other, kernel="l"), mine, "5", locked=locked) is Verdict.UNKNOWN, "another host"
