@@ -79,7 +79,7 @@ def test_evaluations_are_with_the_chosen_buffers(comm, needs, folder, name, choi
     if comm.rank > 0:
         return
     found = of_trace(folder / "trace.h5")
-    assert len(found) >= 2
+    assert UPDATES in found, "where the machine is busy, those before it may be left out"
     assert failures(folder / "trace.h5") == []
     for version, (model, of_workers) in enumerate(in_step(this, UPDATES), 1):
         losses = {c: evaluated(this, model, chosen(this, c, model, of_workers))[0] for c in CHOICES}
