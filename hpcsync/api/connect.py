@@ -236,6 +236,9 @@ def connect(
         comm, n_workers = None, OPTIONS[paradigm].least_workers if paradigm in OPTIONS else 1
         options, batches = _for_single_process(options, batches)
     else:
+        from hpcsync.mpi.session_base import refuse_within_another
+
+        refuse_within_another(comm)
         agree(comm, lambda: loggers.load(log, "log"))
         before = agree(comm, lambda: layout.resuming(out, resume))
         n_workers = (

@@ -8,13 +8,14 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 import torch.distributed as dist
@@ -60,6 +61,22 @@ from hpcsync.training.untrained import UntrainedParameters
 from hpcsync.workloads.registry import Evaluate
 
 FAREWELL_S = 3.0  # time that a failed rank gives rank 0 to close the trace before it ends the job
+
+_within = threading.local()  # `session`: the one in whose block this rank is; ranks may be threads
+
+
+class WithinAnother(JobError):
+    """All ranks of a script begin a session where their servers are busy with another one."""
+
+
+def refuse_within_another(comm: MPI.Intracomm) -> None:
+    """Raise WithinAnother if servers would take part in a session on `comm` only after one that waits for it."""
+    outer: RankSession | None = getattr(_within, "session", None)
+    if outer is not None and outer.keeps_servers_from(comm):
+        raise WithinAnother(
+            "connect: must not be called within the with block of another session, whose servers take part in nothing "
+            "else: give one connect all models and optimizers, in lists, or call it after the block"
+        )
 
 
 def end_all(comm: MPI.Intracomm, error: BaseException, *, is_interrupted: bool = False) -> NoReturn:
@@ -183,6 +200,15 @@ class RankSession(Session):
         self._excepthook(kind, error, trace)
         sys.stderr.flush()
         end_all(self._comm, error)
+
+    def __enter__(self) -> Self:
+        refuse_within_another(self._comm)
+        self._outer, _within.session = getattr(_within, "session", None), self
+        return super().__enter__()
+
+    def keeps_servers_from(self, comm: MPI.Intracomm) -> bool:
+        """Return whether ranks of `comm` are servers of this session, which serve until all workers have left it."""
+        return self._job.has_servers and comm.size >= self._comm.size
 
     def loss_here(self, loss: Loss | None) -> Loss | None:
         """Return the function that a job's loop computes on this rank with the model, if its loss is `loss`."""
@@ -448,7 +474,8 @@ class RankSession(Session):
         """Print the error and notify rank 0, before the job is ended."""
         error = of_user(self._job, error)
         # A file is missing where rank 0 has failed and deleted the unfinished checkpoint.
-        of_all = isinstance(error, WithoutBatch | KeyboardInterrupt)  # where a signal is sent to all ranks
+        # A signal may have been sent to all ranks.
+        of_all = isinstance(error, WithoutBatch | WithinAnother | KeyboardInterrupt)
         if of_all or (isinstance(error, NotWritten) and error.errno == errno.ENOENT):
             launch_output.let_rank_0_report(self.rank, self._comm.size)
         if isinstance(error, RankFailed):
@@ -466,6 +493,7 @@ class RankSession(Session):
         time.sleep(FAREWELL_S)
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        _within.session = self._outer
         ends = self._ends_with(error)
         if ends or error is None or (isinstance(error, SystemExit) and not error.code):
             try:

@@ -220,6 +220,36 @@ def test_a_session_is_refused_outside_of_its_block_and_a_step_without_a_batch(co
             sync.step(0.0)
 
 
+def test_a_session_within_another_is_refused_where_servers_serve(comm, needs, folder):
+    """They would take part in it only after all workers have left the other one."""
+    needs(2)
+    _, data = problem()
+    models = [problem()[0] for _ in range(3)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in models]
+
+    def connect(number):
+        return hpcsync.connect(models[number], optimizers[number], "bsp", out=folder / str(number), comm=comm)
+
+    def refused():
+        for begin in (lambda: connect(2), others[1].__enter__):
+            with pytest.raises(JobError, match="connect: must not be called within the with block of another session"):
+                begin()
+
+    others = [connect(0), connect(1)]
+    for session, model, optimizer in zip(others, models, optimizers, strict=False):
+        with session as sync:
+            if session is others[0]:
+                refused()
+            for x, y in sync.shard(data, batch_size=16):
+                optimizer.zero_grad()
+                torch.nn.functional.mse_loss(model(x), y).backward()
+                optimizer.step()
+                if session is others[0]:
+                    refused()
+    if comm.rank == 0:
+        assert all(load(folder / str(number) / "trace.h5").status == "finished" for number in range(2))
+
+
 @pytest.mark.parametrize("stop", [{}, {"samples": 100}])
 @pytest.mark.parametrize("paradigm", ["bsp", "asp", "allreduce"])
 def test_a_loop_may_draw_its_next_batch_before_each_step(comm, folder, paradigm, stop):
