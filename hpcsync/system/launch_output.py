@@ -69,7 +69,9 @@ KINDS = (
         False,
     ),
 )
-ABORTED = re.compile(rb"Abort\(-?\d+\) on node \d+ .*application called MPI_Abort")  # MPICH
+ABORTED = re.compile(  # MPICH; Open MPI, of ranks that abort after the first, some seconds later
+    rb"Abort\(-?\d+\) on node \d+ .*application called MPI_Abort|\d+ more process.* help-mpi-api\.txt / mpi-abort$"
+)
 IN_A_LINE = re.compile(rb"(hpcsync: .*[^-])(-{70,}\n)$")  # Open MPI's notice before the end of a rank's line is written
 NOISE = re.compile(rb"\[warn\] Epoll ")  # Open MPI's launcher, while it ends
 EXPLANATIONS = (b"hpcsync: ", b"Traceback (most recent call last)")

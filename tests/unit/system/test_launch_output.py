@@ -16,6 +16,7 @@ RULE = b"-" * 74 + b"\n"
 ABORT = RULE + b"MPI_ABORT was invoked on rank 0 in communicator MPI_COMM_WORLD\n  Errorcode: 75\n\nNOTE: ...\n" + RULE
 EXITED = RULE + b"prterun detected that one or more processes exited with non-zero status,\n  Exit code: 2\n" + RULE
 MPICH = b"Abort(75) on node 0 (rank 0 in comm 0): application called MPI_Abort(MPI_COMM_WORLD, 75) - process 0\n"
+LATER = b"1 more process has sent help message help-mpi-api.txt / mpi-abort\n"
 KILLED = (
     b"=" * 83 + b"\n=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES\n=   EXIT CODE: 9\n" + b"=" * 83 + b"\n"
     b"YOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)\n"
@@ -63,7 +64,7 @@ def test_a_part_of_a_line_passes_at_once() -> None:
 @pytest.mark.parametrize(
     ("err", "stopped", "expected"),
     [
-        (TOLD + ABORT + b"\0", False, TOLD),
+        (TOLD + ABORT + b"\0" + LATER, False, TOLD),
         (b"Traceback (most recent call last):\n" + MPICH, False, b"Traceback (most recent call last):\n"),
         (ABORT, False, ABORT),
         (ABORT + KILLED, True, b""),
