@@ -6,7 +6,8 @@ of the standard library's "forkserver" start method, except that it is not a new
 modules and definitions already, so that worker processes start in milliseconds and the script needs no guard of its
 main part. Worker processes know neither MPI nor the launcher, and end with their rank.
 
-Where MPI has been imported before `connect`, worker processes are new interpreters ("spawn").
+Where MPI has been imported before `connect`, worker processes are new interpreters ("spawn"). They do not know the
+launcher either, so that MPI, which the script may import there again, is a world of its own.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from multiprocessing import forkserver, resource_tracker, spawn, util
+from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +96,7 @@ def _serve(rank: int, command: str, descriptors: Sequence[int], unneeded: Iterab
         if descriptor > 2 and descriptor not in descriptors:
             with contextlib.suppress(OSError):
                 os.close(descriptor)
-    for name in [name for name in os.environ if name.startswith(OF_RANKS)]:
+    for name in _of_launcher():
         del os.environ[name]
     for tensor in unneeded:
         if tensor.device.type == "cpu":
@@ -104,6 +106,28 @@ def _serve(rank: int, command: str, descriptors: Sequence[int], unneeded: Iterab
     if path is not None:
         sys.modules["__main__"].__file__ = path  # as worker processes know it: otherwise they would run the script
     exec(command, {})
+
+
+def _of_launcher() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith(OF_RANKS)}
+
+
+class _Process(SpawnProcess):
+    """A new interpreter without the variables of the launcher."""
+
+    @staticmethod
+    def _Popen(process: Any) -> Any:
+        hidden = _of_launcher()
+        for name in hidden:
+            del os.environ[name]
+        try:
+            return SpawnProcess._Popen(process)
+        finally:
+            os.environ.update(hidden)
+
+
+class _Spawn(SpawnContext):
+    Process = _Process
 
 
 @contextlib.contextmanager
@@ -150,7 +174,7 @@ def settings(loader: torch.utils.data.DataLoader[Any], say: Callable[[str], None
     _start_tracker()
     if not (_started and method == "forkserver"):
         _refuse_unguarded(loader.num_workers)
-    context = multiprocessing.get_context(method)
+    context = _Spawn() if method == "spawn" else multiprocessing.get_context(method)
     return {"multiprocessing_context": context, "worker_init_fn": _Beginning(loader.worker_init_fn)}
 
 

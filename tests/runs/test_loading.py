@@ -93,7 +93,8 @@ def test_a_script_without_a_guard_loads_with_processes(tmp_path: Path, paradigm:
 
 @pytest.mark.once
 def test_a_script_that_has_imported_mpi_loads_with_new_interpreters(tmp_path: Path) -> None:
-    script = write(tmp_path, first="if __name__ == '__main__':\n    from mpi4py import MPI", call=GUARDED, more=MORE)
+    """They import MPI as well, and must not take themselves for ranks."""
+    script = write(tmp_path, first="from mpi4py import MPI", call=GUARDED, more=MORE)
     program = ended(mpiexec(2, script), cwd=tmp_path, environ=launcher.environment())
     assert (program.status, program.complaints) == (0, []), program.err
     assert program.out.count('multiprocessing_context = "fork": "spawn" is used') == 1
