@@ -310,6 +310,9 @@ class _Adviser:
         if reference not in (None, advice.advised) and advice.advised is not None and reference in chosen:
             runs = {trained.label: found for trained, found in last.summaries.items()}
             lines.append(reports.why(runs[advice.advised], runs[reference], reference))
+        if advice.advised is not None and last.trial.share == 1:
+            earlier = [noted for number, noted in self._noted.items() if number < last.trial.number]
+            lines += filter(None, [reports.by_loss(earlier)])
         lines += [spent] if spent else []
         lines += self._unknown()
         factors = {label: trained.factor for label, trained in chosen.items()}

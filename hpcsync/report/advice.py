@@ -77,7 +77,7 @@ def conclude(found: Variants, order: Sequence[str]) -> Advice:
     order
         Labels from simple to intricate.
     """
-    ranking = sorted(found.rows, key=_place)
+    ranking = sorted(found.rows, key=lambda row: (row.label != found.fastest, *_place(row)))
     if found.fastest is None:
         return Advice(None, (), tuple(ranking))
     alike = {found.fastest}
@@ -198,12 +198,31 @@ def verdict(advice: Advice, target: str | None, trial: Trial) -> list[str]:
             "virtual s.",
         ]
     lines = [f"Train with {advice.advised}."]
-    if others := [label for label in advice.alike if label != advice.advised]:
+    fastest = advice.ranking[0].label  # beside which the others are
+    if others := [label for label in advice.alike if label != fastest]:
         few = f" ({_seeds(trial.n_seeds)} no interval, {LEAST_SEEDS} would)" * (trial.n_seeds < LEAST_SEEDS)
-        lines.append(f"Indistinguishable from it: {', '.join(others)}{few}.")
+        which = "it" if fastest == advice.advised else f"the fastest, {fastest}"
+        lines.append(f"Indistinguishable from {which}: {', '.join(others)}{few}.")
     if trial.share < 1:
         lines.append(f"This is trial {trial.number}, with {percent:.0f} % of the time, whose seeds chose the rates.")
     return lines
+
+
+def by_loss(trials: Sequence[Mapping[str, Any]]) -> str:
+    """Say that the loss alone chose the candidates of the last trial; empty if one reached the target before.
+
+    Parameters
+    ----------
+    trials
+        The trials before the last: `limit_s`, and of each of the `candidates` the number of runs that `arrived`.
+    """
+    if not trials or any(row["arrived"] for trial in trials for row in trial["candidates"]):
+        return ""
+    after = " and ".join(f"{trial['limit_s']:.3g}" for trial in trials)
+    return (
+        f"No candidate reached the target before the last trial: the loss after {after} virtual s chose those of it, "
+        "and may have left out a faster one. A later limit in [stop] makes trials longer."
+    )
 
 
 def _seeds(n: int) -> str:

@@ -103,6 +103,15 @@ def test_a_straggler_decides_and_the_advised_job_is_the_users(job, tmp_path, cap
     assert advised(tmp_path / "even")["advised"] == "bsp"
 
 
+def test_an_advice_says_that_the_loss_chose_where_no_candidate_could_arrive_before(job, tmp_path, capsys):
+    asked = Asked(paradigms=("bsp", "asp"), overrides=["optimizer.lr=0.8"], out=tmp_path / "long")
+    line = "No candidate reached the target before the last trial: the loss after 0.108 and 0.323 virtual s chose"
+    assert main(job, asked) == 0
+    assert line[:20] not in capsys.readouterr().out, "control"
+    assert main(job, asked._replace(overrides=[*asked.overrides, "stop.samples=850"], out=tmp_path / "short")) == 0
+    assert line in capsys.readouterr().out
+
+
 def test_the_same_command_simulates_nothing_again_and_says_the_same(job, tmp_path, capsys):
     asked = Asked(paradigms=("bsp", "asp", "{name = 'k-sync', k = 2}"), out=tmp_path / "out", as_json=True)
     main(job, asked)

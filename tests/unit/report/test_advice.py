@@ -10,8 +10,10 @@ from rich.console import Console
 
 from hpcsync.report.advice import (
     Trial,
+    by_loss,
     coarseness,
     conclude,
+    numbers,
     prediction,
     rounded,
     simplest,
@@ -108,6 +110,16 @@ def test_without_any_time_the_loss_ranks_them():
     assert "behind" in shown(table(timed, {"bsp": 1.0, "asp": 1.0})), "control"
 
 
+def test_a_row_has_its_star_its_difference_and_its_rate():
+    variants = {"gossip": runs(10.0, 11.0, 12.0), "asp": runs(10.5, 10.9, 12.8), "bsp": runs(20.0, 21.0, 22.0)}
+    advice = conclude(compare(variants), ORDER)
+    rows = shown(table(advice, {"gossip": 0.5, "asp": 1.0, "bsp": 2.0})).splitlines()[2:5]
+    assert [row.split()[:2] for row in rows] == [["gossip", "*"], ["asp", "*"], ["bsp", "21"]]
+    assert [row.split()[-1] for row in rows] == ["0.5", "1", "2"]
+    found = numbers(advice)
+    assert (found[0]["behind_s"], found[0]["time_s"]["mean"], found[2]["behind_s"]["mean"]) == (None, 11.0, 10.0)
+
+
 def test_a_legend_says_what_the_columns_are():
     words = shown(table(conclude(compare({"bsp": runs(1.0), "asp": runs(2.0)}), ORDER), {"bsp": 1.0, "asp": 1.0}))
     assert max(map(len, words.splitlines())) <= 80
@@ -128,6 +140,25 @@ def test_what_few_seeds_cannot_tell_apart_is_said_to_follow_from_few(n, words):
     assert words in verdict(advice, "loss 0.3", Trial(3, 1.0, 9.0, n))[1]
 
 
+def test_what_is_indistinguishable_is_so_from_the_fastest_which_need_not_be_advised():
+    """Here bsp is behind asp by 1 s with every seed."""
+    fast, near = (10.0, 11.0, 12.0), (12.9, 8.2, 12.3)
+    variants = {"gossip": runs(*fast), "asp": runs(*near), "bsp": runs(*(time_s + 1.0 for time_s in near))}
+    advice = conclude(compare(variants), ["asp", "bsp", "gossip"])
+    lines = ["Train with asp.", "Indistinguishable from the fastest, gossip: asp, bsp."]
+    assert (advice.ranking[0].label, verdict(advice, None, Trial(3, 1.0, 9.0, 3))) == ("gossip", lines)
+    advice = conclude(compare(variants), ["gossip", "asp", "bsp"])
+    lines = ["Train with gossip.", "Indistinguishable from it: asp, bsp."]
+    assert verdict(advice, None, Trial(3, 1.0, 9.0, 3)) == lines
+
+
+def test_of_equals_the_one_that_others_are_beside_is_ranked_first():
+    advice = conclude(compare({"bsp": runs(1.0, 2.0, 3.0), "asp": runs(3.0, 2.0, 1.0, loss=0.5)}), ORDER)
+    assert [row.behind_s is None for row in advice.ranking] == [True, False]
+    same = conclude(compare({"bsp": runs(1.0, 2.0, 3.0), "asp": runs(1.0, 2.0, 3.0)}), ORDER)
+    assert same.alike == ("bsp", "asp"), "also where every seed takes both as long"
+
+
 def test_the_verdict_says_which_trial_it_is_of():
     none = conclude(compare({"bsp": runs(None)}), ORDER)
     assert verdict(none, None, Trial(3, 1.0, 9.0, 1)) == [
@@ -144,11 +175,20 @@ def test_the_verdict_says_which_trial_it_is_of():
     assert verdict(some, None, Trial(2, 1 / 3, 9.0, 3)) == [*lines, early]
 
 
+def test_where_none_arrives_before_the_last_trial_the_loss_is_said_to_have_chosen():
+    trials = [{"limit_s": limit_s, "candidates": [{"arrived": 0}, {"arrived": 0}]} for limit_s in (1 / 3, 1.0)]
+    assert by_loss(trials).startswith(
+        "No candidate reached the target before the last trial: the loss after 0.333 and 1 virtual s chose those of it,"
+    )
+    assert by_loss([trials[0], {"limit_s": 1.0, "candidates": [{"arrived": 0}, {"arrived": 1}]}]) == by_loss([]) == ""
+
+
 def test_why_is_speed_and_need():
     fast, slow = runs(10.0, 20.0, samples_per_s=300.0), runs(20.0, 60.0, samples_per_s=100.0)
     expected = "Beside bsp it trains 3.00 times as many samples a second and needs 1.25 times as many."
     assert why(fast, slow, "bsp") == expected
     assert "did not reach the target" in why(fast, runs(None, None), "bsp")
+    assert why(fast, {**slow, 2: slow[1]}, "bsp") == expected, "a seed that only one of them has does not count"
 
 
 @pytest.mark.parametrize("speed", [1.0, 2.0])
