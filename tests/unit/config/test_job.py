@@ -430,6 +430,7 @@ def test_a_prediction_is_of_one_number_of_workers(path: Path) -> None:
         (["seed=2", "stop.updates=5"], None),
         (["stop.updates=5", "predicted.seconds=4"], 4.0),
         (["predicted.seconds=2.5"], 2.5),
+        (["predicted={seconds=3,low_s=3,high_s=3}"], 3.0),  # of runs that all took as long
     ],
 )
 def test_a_prediction_of_another_job_is_dropped(path: Path, overrides: list[str], seconds: float | None) -> None:
@@ -528,7 +529,11 @@ MISTAKES = {
     "must be a CSV file with the columns worker,iteration,seconds",
     "predicted.low_s=1": "predicted.seconds: missing; must be a number greater than 0",
     "predicted={seconds=1,low_s=0.5}": "predicted.low_s: must come with predicted.high_s",
+    "predicted={seconds=1,high_s=3}": "predicted.low_s: must come with predicted.high_s",
     "predicted={seconds=1,low_s=2,high_s=3}": "predicted.seconds = 1: must be from 2 to 3",
+    "predicted={seconds=4,low_s=2,high_s=3}": "predicted.seconds = 4: must be from 2 to 3",
+    "predicted={seconds=0}": "predicted.seconds = 0: must be greater than 0",
+    "predicted={seconds=1,samples_per_s=0}": "predicted.samples_per_s = 0: must be greater than 0",
     "stop={}": "stop: empty; must have at least one of samples, updates, seconds, target_accuracy, target_loss",
     # which kind of table
     "paradigm.name=dsp": f'paradigm.name = "dsp": must be one of {PARADIGMS}; did you mean dssp?',

@@ -12,7 +12,7 @@ from hpcsync.audit.check import Check
 from hpcsync.html_report.run_data import RunData, read
 from hpcsync.html_report.verdict import checked, of_variants
 from hpcsync.report.explanation import explain
-from hpcsync.report.summary import Summary, WorkerSummary, summarize
+from hpcsync.report.summary import Death, Summary, WorkerSummary, summarize
 from hpcsync.report.variants import compare
 from hpcsync.report.wording import plural
 from hpcsync.trace.reader import load
@@ -67,6 +67,22 @@ def test_one_run() -> None:
     assert sentences(bsp=[run(9.5, n_servers=0)])[0].startswith("small (bsp, 2 workers, in virtual time) reached")
 
 
+@pytest.mark.parametrize(("engine", "words"), [("mpi", "on MPI ranks"), ("ddp", "with DistributedDataParallel")])
+def test_where_a_run_was_made(engine: str, words: str) -> None:
+    assert sentences(bsp=[run(9.5, engine=engine)])[0].startswith(
+        f"small (bsp, 2 workers and 1 server, {words}) reached"
+    )
+
+
+def test_several_seeds_of_one_variant() -> None:
+    first, second = run(9.0), run(10.0, [(0, 1, 3, 0), (0, 1, 3, 0)])
+    assert sentences(bsp=[first, second])[:2] == [
+        "small (bsp, 2 workers and 1 server, in virtual time) reached loss 0.3 after 9.5 s, the mean of 2 seeds.",
+        "Workers computed 50 % of their time, waited 50 %, and communicated 0 %.",
+    ]
+    assert sentences(bsp=[first, run(None)])[0].endswith("reached loss 0.3 in 1 of 2 runs.")
+
+
 def test_several_seeds_end_on_average() -> None:
     runs = [run(None, duration_s=12.0, samples=4000), run(None, duration_s=13.0, samples=4001)]
     ended = "it ended after 12.5 s and 4,000 samples on average over 2 seeds."
@@ -84,6 +100,7 @@ def test_a_slow_worker_is_named() -> None:
     )
     assert "slowest" not in sentences(bsp=[run(9.5, [(0, 3, 0, 0), (0, 3, 0, 0), (0, 3.3, 0, 0)])])[1]
     assert "slowest" not in sentences(bsp=[slow._replace(slowness=np.array([1.0, np.nan, 2.0]))])[1]
+    assert "; worker 2 on b is the slowest" in sentences(bsp=[slow._replace(hosts=("a", "a", "b"))])[1]
 
 
 def test_a_slow_worker_whose_iterations_are_cancelled_is_as_slow_as_in_the_explanation(tmp_path: Path) -> None:
@@ -139,6 +156,9 @@ def test_differences_that_seeds_explain_and_others() -> None:
     assert found[2].startswith(
         "Workers waited 25 % of their time under a and 33 % under c, and a ended with the smallest"
     )
+    equal = [run(1.0), run(2.0), run(4.0)]
+    assert sentences(a=equal, b=equal)[1] == "Its lead over b (by 0 s) may be chance."
+    assert sentences(a=equal[:2], b=[run(9.0)] * 2)[0].endswith("soonest, after 1.5 s on average over 2 seeds.")
     few = sentences(a=[run(1.0)], b=[run(2.0)])
     assert few[0] == "a reached loss 0.3 soonest, after 1 s with one seed."
     assert few[1] == "Its lead over b (by 1 s) may be chance, since an interval needs 3 common seeds."
@@ -152,6 +172,8 @@ def test_the_best_accuracy_and_that_of_the_fastest() -> None:
     )
     last = sentences(bsp=[run(9.5)], asp=[run(8.0, final_loss=0.2)])[2]
     assert last.endswith(", and asp ended with the smallest loss (0.2).")
+    last = sentences(bsp=[run(8.0, final_accuracy=0.9)], asp=[run(9.0, final_accuracy=0.8)])[2]
+    assert last.endswith(", and bsp ended with the best accuracy (0.9).")
 
 
 def test_a_loss_that_is_not_finite_is_in_the_verdict() -> None:
@@ -172,6 +194,8 @@ def test_times_of_hours_have_no_powers_of_ten() -> None:
 def test_no_variant_is_the_fastest() -> None:
     assert sentences(a=[run(1.0), run(None)], b=[run(None)])[0].endswith("so none is the fastest; a did in 1 of 2.")
     assert sentences(a=[run(None)], b=[run(None)])[0] == "No run reached loss 0.3."
+    seldom = sentences(a=[*[run(1.0)] * 2, *[run(None)] * 4], b=[run(1.0), run(None)])[0]
+    assert seldom.endswith("so none is the fastest; b did in 1 of 2."), "the largest share, not the most runs"
     none = sentences(a=[run(None, target=None)], b=[run(None, target=None, samples_per_s=1234.0)])
     assert none[0].endswith("so no variant is the fastest; b processed most samples per second (1,234).")
 
@@ -180,7 +204,16 @@ def test_a_failed_audit_is_in_the_verdict() -> None:
     failed = run(2.0)._replace(checks=(Check("a", False, 1),))
     assert sentences(a=[run(1.0)], b=[failed])[2] == "The audit found a failure in 1 of 2 runs."
     assert checked([failed, run(1.0)._replace(checks=None)]) == "The audit found a failure in 1 of 1 run."
-    assert checked([run(1.0), run(1.0)._replace(checks=None)]) == "Every audited run (1 of 2) passes every check."
+    unknown = run(1.0)._replace(checks=None)
+    assert checked([run(1.0), unknown]) == "Every audited run (1 of 2) passes every check."
+    assert checked([unknown]) == "No run was audited."
+    assert sentences(a=[unknown], b=[unknown])[2].startswith("Workers waited 25 % of their time under a")
+
+
+def test_deaths_and_stalls_of_all_runs_are_counted() -> None:
+    stalled, died = run(1.0)._replace(n_stalls=1), run(1.0, deaths=(Death(worker=0, now_s=0.5, left=1),))
+    assert checked([run(1.0), stalled]).endswith("; there was 1 report of a stall.")
+    assert checked([died, stalled]).endswith("; there were 1 death and 1 report of a stall.")
 
 
 @pytest.mark.parametrize(("n", "words"), [(1, "1 report of a stall"), (2000, "2,000 reports of a stall")])

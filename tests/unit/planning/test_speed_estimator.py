@@ -126,6 +126,11 @@ def test_a_fixed_share_near_one_counts_as_nine_tenths(share):
     assert cost.samples() == pytest.approx(np.mean(changing) * 0.9 / 0.1, rel=0.15)
 
 
+def test_a_few_iterations_say_nothing_of_fixed_costs():
+    sizes = [16, 48] * 6
+    assert (observed(sizes[:11])[1], observed(sizes)[1] > 1) == (0.0, True)  # the first one is the level
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_constant_batches_give_no_fixed_cost_whatever_the_noise(seed):
     assert observed([32] * 500, jitter=0.2, seed=seed)[1] == 0.0

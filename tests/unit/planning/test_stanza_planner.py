@@ -155,6 +155,9 @@ groups = st.integers(2, 24).flatmap(lambda n: st.builds(Groups, st.just(n), st.i
 @PROPERTY
 @given(profiles(), links, groups, st.integers(1, 8))
 @example(sized(1, 10**8, 10), Link(1e6, 0.0), Groups(7, 2), 4).via("the layers above are summed last")
+@example(sized(1, 10**8, 10), Link(1e6, 0.0), Groups(4, 2), 4).via("after forward passes, the longest stage")
+@example(sized(1, 10**8, 10**5), Link(1e6, 0.0), Groups(4, 2), 4).via("after transfers, the longest stage")
+@example(SplitProfile(Times(1.0, 0.1, 5.0), Shape(10, 1, 10), 32), Link(1e6, 0.0), Groups(7, 2), 4).via("layers above")
 def test_the_time_of_an_iteration_equals_the_sum_over_its_pieces(profile, links, groups, pieces):
     stepwise = pipeline_s(profile, links, groups, pieces)
     assert stanza_s(profile, links, groups, pieces) == pytest.approx(stepwise)

@@ -12,7 +12,19 @@ from rich.console import Console
 
 from hpcsync.report import variants
 from hpcsync.report.summary import Summary
-from hpcsync.report.variants import compare, estimate, merit, paired, probabilities, table, to_csv, to_latex
+from hpcsync.report.variants import (
+    compare,
+    escaped,
+    estimate,
+    mean_and_band,
+    merit,
+    paired,
+    probabilities,
+    row_cells,
+    table,
+    to_csv,
+    to_latex,
+)
 
 T_2 = 4.302652729911275  # Student's t for 95 % and 2 degrees of freedom, from tables
 
@@ -88,6 +100,20 @@ def test_rows_of_three_variants() -> None:
     assert asp.fastest + ssp.fastest == pytest.approx(1.0)
     assert ssp.fastest == pytest.approx((2 / 3) ** 3, abs=0.02)
     assert any("n of the m runs reached the target" in line for line in found.remarks)
+    assert bsp[6:] == pytest.approx((100.0, 0.25, 1.5, 2_000_000, 0.95, 0.5))
+    assert [row_cells(row, found, "accuracy")[2] for row in found.rows] == ["+1.00 ± 0.00", "fastest", "-"]
+
+
+def test_seeds_may_come_in_any_order() -> None:
+    a, b = runs(1.0, 2.0, 9.0), runs(2.0, 3.0, 5.0)
+    expected = [row.fastest for row in compare({"a": a, "b": b}).rows]
+    assert [row.fastest for row in compare({"a": dict(reversed(a.items())), "b": b}).rows] == expected
+
+
+def test_a_band_is_the_interval_of_the_mean_or_the_range_of_two() -> None:
+    two, three = mean_and_band(np.array([[1.0], [4.0]])), mean_and_band(np.array([[1.0], [2.0], [3.0]]))
+    assert np.ravel(two).tolist() == [2.5, 1.0, 4.0]
+    assert np.ravel(three) == pytest.approx([2.0, 2.0 - T_2 / math.sqrt(3), 2.0 + T_2 / math.sqrt(3)])
 
 
 def test_means_need_a_value_of_every_run() -> None:
@@ -179,6 +205,7 @@ def test_latex_is_escaped() -> None:
     text = to_latex([compare({"k_sync k=2 100 %": runs(1.0, 2.0, 3.0)}, "a_b")] * 2)
     assert r"k\_sync k=2 100 \% & " in text
     assert r"$\pm$" in text
+    assert escaped("~^<&$") == r"\textasciitilde{}\textasciicircum{}\textless{}\&\$"
     assert text.count(r"\\") == 1 + 2 * 2
     assert text.count(r"\multicolumn{9}{l}{a\_b} \\") == 2
     assert {line.count(" & ") for line in text.splitlines() if " & " in line} == {8}
