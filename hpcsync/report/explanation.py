@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hpcsync.config.errors import printable
+from hpcsync.planning.layer_groups import Groups
 from hpcsync.report.between import PARTS, Between
 from hpcsync.report.between import WORDS as BETWEEN
 from hpcsync.report.waiting import Waits, waits
@@ -99,6 +100,8 @@ class Explanation(NamedTuple):
         Who waited for whom.
     hosts
         Host of each worker.
+    groups
+        Workers that train different layers; None if all train the whole model.
     """
 
     paradigm: str
@@ -109,6 +112,7 @@ class Explanation(NamedTuple):
     iteration_s: Rows
     waits: Waits
     hosts: tuple[str, ...]
+    groups: Groups | None = None
 
     @property
     def cost_s(self) -> Rows:
@@ -117,9 +121,14 @@ class Explanation(NamedTuple):
 
     @property
     def slowness(self) -> Rows:
-        """Mean time of a local step of each worker in medians of all workers, shape (n_workers,)."""
-        median_s = float(np.nanmedian(self.iteration_s)) if np.isfinite(self.iteration_s).any() else np.nan
-        return self.iteration_s / median_s if median_s else np.full(len(self.iteration_s), np.nan)
+        """Mean time of a local step in medians of all workers that train the same layers, shape (n_workers,)."""
+        n, slowness = len(self.iteration_s), np.full(len(self.iteration_s), np.nan)
+        for alike in (range(n),) if self.groups is None else (self.groups.fc, self.groups.convolution):
+            own_s = self.iteration_s[list(alike)]
+            median_s = float(np.nanmedian(own_s)) if np.isfinite(own_s).any() else np.nan
+            if median_s:
+                slowness[list(alike)] = own_s / median_s
+        return slowness
 
     @property
     def culprits(self) -> list[int]:
@@ -158,6 +167,7 @@ def explain(trace: Trace | TraceFile) -> Explanation:
         iteration_s,
         waits(trace),
         hosts_of(trace),
+        paradigm.groups(n_workers),
     )
 
 

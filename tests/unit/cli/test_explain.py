@@ -244,6 +244,18 @@ def test_the_time_of_a_local_step_is_that_of_loading_and_computing() -> None:
         assert found_s == pytest.approx((own["load_s"] + own["compute_s"]).sum() / own["local_steps"].sum())
 
 
+def test_with_separated_layers_a_worker_is_slow_beside_those_of_the_same_layers() -> None:
+    """Worker 0 trains the fully-connected layers, which here take longer than the others."""
+    paradigm = {"name": "stanza", "cut": "classifier", "fc_share": 0.8}
+    workload = {"name": "timing", "parameters": 10, "classifier": 5, "activations": 1}
+    trace = peer_recorder.record(paradigm, (1.0, 1.0, 1.0, 1.5), workload=workload, samples=320)
+    found = explanation.explain(trace)
+    assert found.iteration_s[0] > 2 * found.iteration_s[3]
+    assert found.slowness == pytest.approx(
+        found.iteration_s / [found.iteration_s[0], *3 * [np.median(found.iteration_s[1:])]]
+    )
+
+
 def test_a_model_that_arrives_after_the_end_is_no_iteration() -> None:
     trace = peer_recorder.record("push")
     rows = trace.tables["exchanges"]
