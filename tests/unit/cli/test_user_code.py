@@ -11,7 +11,7 @@ from hpcsync.cli.app import app
 from hpcsync.config import user_code
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import load
-from hpcsync.config.user_code import raised, refuse_missing
+from hpcsync.config.user_code import import_beside, raised, refuse_missing
 from tests.runs.processes import hpcsync
 
 JOB = """
@@ -79,7 +79,19 @@ def test_a_function_that_the_module_cannot_have_is_refused_before_anything_is_im
 
 
 @pytest.mark.parametrize(
-    "code", ["make = 1", "from os import *", "globals()['ma' + 'ke'] = 1", "def __getattr__(name): ..."]
+    "code",
+    [
+        "make = 1",
+        "from os import *",
+        "exec('ma' + 'ke = 1')",
+        "globals()['ma' + 'ke'] = 1",
+        "locals()['ma' + 'ke'] = 1",
+        "vars()['ma' + 'ke'] = 1",
+        "import mine; setattr(mine, 'ma' + 'ke', 1)",
+        "import sys; sys.modules['mine'] = object()",
+        "import mine; mine.__dict__['ma' + 'ke'] = 1",
+        "def __getattr__(name): ...",
+    ],
 )
 def test_a_function_that_the_module_may_have_is_left_to_the_import(
     job: Path, monkeypatch: pytest.MonkeyPatch, code: str
@@ -87,6 +99,27 @@ def test_a_function_that_the_module_may_have_is_left_to_the_import(
     monkeypatch.syspath_prepend(job.parent)
     (job.parent / "mine.py").write_text(code)
     refuse_missing(load(job))
+
+
+def test_the_source_of_a_package_says_nothing_of_its_modules(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(job.parent)
+    (job.parent / "pack").mkdir()
+    (job.parent / "pack" / "__init__.py").write_text("")
+    job.write_text(JOB.format(name="pack.inner:make"))
+    refuse_missing(load(job))
+    job.write_text(JOB.format(name="absent:make"))
+    with pytest.raises(JobError, match="that can be imported: No module named 'absent'"):
+        refuse_missing(load(job))
+
+
+def test_modules_are_found_last_beside_the_job_file_and_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["first"])
+    for _ in range(2):
+        import_beside(tmp_path / "jobs" / "job.toml")
+    assert sys.path == ["first", str(tmp_path / "jobs"), str(tmp_path)]
 
 
 def test_an_audit_finds_the_module_in_the_current_folder(job: Path) -> None:
