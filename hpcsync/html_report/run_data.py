@@ -53,7 +53,8 @@ class RunData(NamedTuple):
     staleness, leads
         Number of applied pushes by staleness, and of starts of an iteration by lead; empty without servers.
     slowness
-        Mean time of a local step of each worker in medians of all workers, shape (n_workers,); NaN without one.
+        Mean time of a local step in medians of all workers that train the same layers, shape (n_workers,); NaN without
+        one.
     waits_s
         Seconds for which each worker (row) waited for each other, shape (n_workers, n_workers); None with more than
         `MATRIX` workers.

@@ -170,7 +170,9 @@ def _slowest(run: RunData) -> str:
     if run.slowness[worker] < STRAGGLES:
         return ""
     host = f" on {run.hosts[worker]}" if len(set(run.hosts)) > 1 else ""
-    return f"; worker {worker}{host} is the slowest, its iterations take {run.slowness[worker]:.2g} times the median"
+    among = " of those that train the same layers" if run.job.paradigm.separates_layers else ""
+    times = f"its iterations take {run.slowness[worker]:.2g} times the median"
+    return f"; worker {worker}{host} is the slowest{among}, {times}"
 
 
 def checked(runs: Sequence[RunData]) -> str:

@@ -207,7 +207,7 @@ class RankSession(Session):
         return super().__enter__()
 
     def keeps_servers_from(self, comm: MPI.Intracomm) -> bool:
-        """Return whether ranks of `comm` are servers of this session, which serve until all workers have left it."""
+        """Return whether all ranks of this session, of which some serve until the others have left, are in `comm`."""
         return self._job.has_servers and comm.size >= self._comm.size
 
     def loss_here(self, loss: Loss | None) -> Loss | None:

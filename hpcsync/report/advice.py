@@ -208,15 +208,18 @@ def verdict(advice: Advice, target: str | None, trial: Trial) -> list[str]:
     return lines
 
 
-def by_loss(trials: Sequence[Mapping[str, Any]]) -> str:
-    """Say that the loss alone chose the candidates of the last trial; empty if one reached the target before.
+def by_loss(trials: Sequence[Mapping[str, Any]], n_last: int) -> str:
+    """Say that the loss alone left out candidates; empty if none was left out, or one reached the target before.
 
     Parameters
     ----------
     trials
         The trials before the last: `limit_s`, and of each of the `candidates` the number of runs that `arrived`.
+    n_last
+        Number of candidates of the last trial.
     """
-    if not trials or any(row["arrived"] for trial in trials for row in trial["candidates"]):
+    rows = [row for trial in trials for row in trial["candidates"]]
+    if len({row["label"] for row in rows}) <= n_last or any(row["arrived"] for row in rows):
         return ""
     after = " and ".join(f"{trial['limit_s']:.3g}" for trial in trials)
     return (

@@ -217,7 +217,8 @@ def _on_waits(found: Explanation) -> Iterator[str]:
     culprits = found.culprits
     for worker in culprits:
         slowness = float(found.slowness[worker])
-        why = f"; its iterations take {slowness:.2g} times the median" if slowness >= STRAGGLES else ""
+        among = "" if found.groups is None else " of those that train the same layers"
+        why = f"; its iterations take {slowness:.2g} times the median{among}" if slowness >= STRAGGLES else ""
         yield (
             f"{_capital(found.name(worker))} cost each other worker {_seconds(float(found.cost_s[worker]))} of "
             f"{_seconds(found.duration_s)} on average{why}."

@@ -185,8 +185,10 @@ class Checkpoints:
 
 
 def newest(folder: Path) -> Path | None:
-    """Return the newest checkpoint of the run in this folder; None if it has none."""
-    return next(iter(reversed(_numbered(folder / FOLDER))), None)
+    """Return the newest checkpoint of the run in this folder; None if it has none, or they cannot be listed."""
+    with suppress(OSError):
+        return next(iter(reversed(_numbered(folder / FOLDER))), None)
+    return None
 
 
 def remove_unfinished(folder: Path) -> None:
@@ -210,9 +212,9 @@ def resumed(folder: Path) -> Resumed | None:
     """
     part, checkpoint = f"{RUN}.json", folder / FOLDER
     try:
-        if (found := newest(folder)) is None:
+        if not (numbered := _numbered(checkpoint)):
             return None
-        checkpoint = found
+        checkpoint = numbered[-1]
         if part not in checkpoint_files.verified(checkpoint).files:
             raise StateError("missing")
         run: RunState = built(RunState, checkpoint_files.read_part(checkpoint, RUN))

@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from multiprocessing import forkserver, resource_tracker, spawn, util
@@ -108,6 +109,9 @@ def _serve(rank: int, command: str, descriptors: Sequence[int], unneeded: Iterab
     exec(command, {})
 
 
+_hiding = threading.Lock()  # two loaders may start at once, in threads
+
+
 def _of_launcher() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith(OF_RANKS)}
 
@@ -117,13 +121,14 @@ class _Process(SpawnProcess):
 
     @staticmethod
     def _Popen(process: Any) -> Any:
-        hidden = _of_launcher()
-        for name in hidden:
-            del os.environ[name]
-        try:
-            return SpawnProcess._Popen(process)
-        finally:
-            os.environ.update(hidden)
+        with _hiding:
+            hidden = _of_launcher()
+            try:
+                for name in hidden:
+                    del os.environ[name]
+                return SpawnProcess._Popen(process)
+            finally:
+                os.environ.update(hidden)
 
 
 class _Spawn(SpawnContext):
@@ -168,11 +173,11 @@ def settings(loader: torch.utils.data.DataLoader[Any], say: Callable[[str], None
     if loader.num_workers == 0 or mpi is None or not mpi.Is_initialized():
         return unchanged
     asked = None if given is None else given.get_start_method()
-    method = ("forkserver" if _started else "spawn") if asked in (None, "fork") else asked
-    if asked == "fork":
-        say(f'multiprocessing_context = "fork": "{method}" is used, because a process with MPI must not be forked')
+    method = "forkserver" if _started and asked != "spawn" else "spawn"
+    if asked not in (None, method):
+        say(f'multiprocessing_context = "{asked}": "{method}" is used, because a process with MPI must not be forked')
     _start_tracker()
-    if not (_started and method == "forkserver"):
+    if method == "spawn":
         _refuse_unguarded(loader.num_workers)
     context = _Spawn() if method == "spawn" else multiprocessing.get_context(method)
     return {"multiprocessing_context": context, "worker_init_fn": _Beginning(loader.worker_init_fn)}

@@ -48,7 +48,7 @@ class Will(NamedTuple):
     argv
         Command to run; empty: none.
     removed
-        Files and folders to remove after that.
+        Files and folders to remove after that. With `kept`, a file only if it is still one of those.
     kept
         Descriptors of files that stay open until then.
     """
@@ -236,7 +236,8 @@ def _guard(mark: str, since_ns: int) -> None:
     for path in will.removed:
         shutil.rmtree(path, ignore_errors=True)
         with contextlib.suppress(OSError):
-            os.unlink(path)
+            if not will.kept or any(os.path.samestat(os.fstat(handle), os.stat(path)) for handle in will.kept):
+                os.unlink(path)
 
 
 if __name__ == "__main__":

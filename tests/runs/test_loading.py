@@ -92,12 +92,14 @@ def test_a_script_without_a_guard_loads_with_processes(tmp_path: Path, paradigm:
 
 
 @pytest.mark.once
-def test_a_script_that_has_imported_mpi_loads_with_new_interpreters(tmp_path: Path) -> None:
+@pytest.mark.parametrize("asked", ["fork", "forkserver"])
+def test_a_script_that_has_imported_mpi_loads_with_new_interpreters(tmp_path: Path, asked: str) -> None:
     """They import MPI as well, and must not take themselves for ranks."""
-    script = write(tmp_path, first="from mpi4py import MPI", call=GUARDED, more=MORE)
+    more = MORE.replace('"fork"', f'"{asked}"')
+    script = write(tmp_path, first="from mpi4py import MPI", call=GUARDED, more=more)
     program = ended(mpiexec(2, script), cwd=tmp_path, environ=launcher.environment())
     assert (program.status, program.complaints) == (0, []), program.err
-    assert program.out.count('multiprocessing_context = "fork": "spawn" is used') == 1
+    assert program.out.count(f'multiprocessing_context = "{asked}": "spawn" is used') == 1
     check(tmp_path, range(1, 2))
 
 

@@ -62,7 +62,8 @@ class StragglerReport:
             if len(blocked) == len(running):  # those ahead wait for those behind; without these the communication hangs
                 least = min((iterations[w] for w in running), default=0)
                 blocked = {w: since_s for w, since_s in blocked.items() if iterations[w] > least}
-        preparing = {w for w, phase in enumerate(phases) if phase == Phase.UNKNOWN}  # a loop, if the run resumes
+        # Their scripts have not begun their loops: of a run that resumes, the times of iterations are known already.
+        preparing = {w for w, phase in enumerate(phases) if phase == Phase.UNKNOWN}
         if stalls := self._run.stalls.look(now_s, preparing.union(blocked)):
             for stall in stalls:
                 self._record(now_s, stall, phases[stall.worker], len(blocked))

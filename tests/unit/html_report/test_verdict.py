@@ -17,6 +17,7 @@ from hpcsync.report.variants import compare
 from hpcsync.report.wording import plural
 from hpcsync.trace.reader import load
 from tests.unit.html_report.pages import simulated
+from tests.unit.jobs import make_job
 
 
 def run(time_s: float | None, parts_s: Any = ((0, 3, 1, 0), (0, 3, 1, 0)), **fields: object) -> RunData:
@@ -45,6 +46,7 @@ def run(time_s: float | None, parts_s: Any = ((0, 3, 1, 0), (0, 3, 1, 0)), **fie
         "slowness": parts[:, 1] / np.median(parts[:, 1]),
         "hosts": ("",) * len(parts_s),
         "n_stalls": 0,
+        "job": make_job(),
         "checks": (Check("a", True, 1),),
     }
     return RunData(**data)  # type: ignore[arg-type]
@@ -101,6 +103,10 @@ def test_a_slow_worker_is_named() -> None:
     assert "slowest" not in sentences(bsp=[run(9.5, [(0, 3, 0, 0), (0, 3, 0, 0), (0, 3.3, 0, 0)])])[1]
     assert "slowest" not in sentences(bsp=[slow._replace(slowness=np.array([1.0, np.nan, 2.0]))])[1]
     assert "; worker 2 on b is the slowest" in sentences(bsp=[slow._replace(hosts=("a", "a", "b"))])[1]
+    workload = {"name": "timing", "parameters": 10, "classifier": 5, "activations": 1}
+    stanza = make_job(paradigm={"name": "stanza", "cut": "classifier"}, workload=workload, cluster={"workers": 3})
+    of_some = sentences(bsp=[slow._replace(job=stanza)])[1]
+    assert "; worker 2 is the slowest of those that train the same layers, its iterations take 2 times" in of_some
 
 
 def test_a_slow_worker_whose_iterations_are_cancelled_is_as_slow_as_in_the_explanation(tmp_path: Path) -> None:

@@ -176,11 +176,14 @@ def test_the_verdict_says_which_trial_it_is_of():
 
 
 def test_where_none_arrives_before_the_last_trial_the_loss_is_said_to_have_chosen():
-    trials = [{"limit_s": limit_s, "candidates": [{"arrived": 0}, {"arrived": 0}]} for limit_s in (1 / 3, 1.0)]
-    assert by_loss(trials).startswith(
+    none = [{"label": label, "arrived": 0} for label in ("asp", "bsp", "bsp")]  # with two rates
+    one = [none[0], none[1] | {"arrived": 1}]
+    trials = [{"limit_s": limit_s, "candidates": none} for limit_s in (1 / 3, 1.0)]
+    assert by_loss(trials, 1).startswith(
         "No candidate reached the target before the last trial: the loss after 0.333 and 1 virtual s chose those of it,"
     )
-    assert by_loss([trials[0], {"limit_s": 1.0, "candidates": [{"arrived": 0}, {"arrived": 1}]}]) == by_loss([]) == ""
+    assert by_loss([trials[0], {"limit_s": 1.0, "candidates": one}], 1) == by_loss([], 1) == ""
+    assert by_loss(trials, 2) == "", "none was left out"
 
 
 def test_why_is_speed_and_need():

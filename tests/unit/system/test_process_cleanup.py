@@ -16,10 +16,13 @@ from hpcsync.system.process_cleanup import MEMORY, remove_segments
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are found on Linux only")
 
 HOLDER = """
-import sys, time
+import os, sys, time
 from hpcsync.system.process_cleanup import Will, guarded
-segment, folder, file = sys.argv[1:]
-with guarded("/test-" + folder, Will(["touch", file], [folder])):
+segment, folder, file, *locks = sys.argv[1:]
+kept = [os.open(path, os.O_RDONLY) for path in locks]
+with guarded("/test-" + folder, Will(["touch", file], [*locks, folder], kept)):
+    for path in locks[1:]:  # another run's lock takes its place
+        os.rename(path + ".new", path)
     open(segment, "w").close()
     print("ready", flush=True)
     time.sleep(600)
@@ -45,6 +48,22 @@ def test_the_guard_of_a_killed_process_carries_out_its_will(tmp_path, guards):
         assert not (guards and segment.exists())  # without a guard that of another launch may remove it
     finally:
         segment.unlink(missing_ok=True)
+
+
+def test_the_guard_removes_no_file_that_has_taken_the_place_of_a_kept_one(tmp_path):
+    own, anothers = tmp_path / "own", tmp_path / "anothers"
+    for path in (own, anothers, tmp_path / "anothers.new"):
+        path.write_text(path.name)
+    (folder := tmp_path / "folder").mkdir()
+    arguments = ("unused", folder, tmp_path / "file", own, anothers)
+    argv = [sys.executable, "-c", HOLDER.replace("open(segment", "open(file"), *map(str, arguments)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.kill()
+    deadline_s = time.monotonic() + 100.0
+    while folder.exists() and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    assert (folder.exists(), own.exists(), anothers.read_text()) == (False, False, "anothers.new")
 
 
 SEMAPHORE = """
