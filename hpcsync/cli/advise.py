@@ -312,7 +312,8 @@ class _Adviser:
             lines.append(reports.why(runs[advice.advised], runs[reference], reference))
         if advice.advised is not None and last.trial.share == 1:
             earlier = [noted for number, noted in self._noted.items() if number < last.trial.number]
-            lines += filter(None, [reports.by_loss(earlier, len(chosen))])
+            if by_loss := reports.by_loss(earlier, len(chosen)):
+                lines.append(by_loss)
         lines += [spent] if spent else []
         lines += self._unknown()
         factors = {label: trained.factor for label, trained in chosen.items()}

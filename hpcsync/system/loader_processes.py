@@ -35,6 +35,7 @@ from hpcsync.system.signals import LISTENING
 GUARD = 'put the training under `if __name__ == "__main__":`'
 LONGEST = 107 - len("/pymp-12345678/listener-12345678")  # bytes of the path above that of a socket
 
+_hiding = threading.Lock()  # held while the environment lacks the launcher: two threads may start loaders
 _started = False
 
 
@@ -107,9 +108,6 @@ def _serve(rank: int, command: str, descriptors: Sequence[int], unneeded: Iterab
     if path is not None:
         sys.modules["__main__"].__file__ = path  # as worker processes know it: otherwise they would run the script
     exec(command, {})
-
-
-_hiding = threading.Lock()  # two loaders may start at once, in threads
 
 
 def _of_launcher() -> dict[str, str]:
