@@ -295,9 +295,11 @@ class PublishedReplica(Freed):
             self._rows.get(extra, peer, begin + size)
         if weight is not None:
             self._rows.get(weight, peer, begin + size + self._extra)
-        serial = self._serial_in(peer, row)
-        self._rows.flush(peer)
-        return serial
+        serial = np.zeros(1, np.int64)
+        self._words.get(serial, peer, self._serials + row)
+        self._rows.flush(peer)  # first: while it waits, it begins further pieces
+        self._words.flush(peer)
+        return int(serial[0])
 
     def _serial_in(self, peer: int, row: int) -> int:
         """Return the serial number of what is in a claimed row."""
