@@ -104,23 +104,24 @@ def connect(
         this rank's GPU as a whole (see `hpcsync.device`); parameters are float32, float64, bfloat16 or float16. Several
         models, such as a generator and a discriminator, are given in a list.
     optimizer : torch.optim.Optimizer or list of torch.optim.Optimizer
-        The script's optimizer, with any number of parameter groups, or a list of several. It may have a state already
-        (`load_state_dict`). Of the model's parameters those in its groups are trained, also those that are frozen at
-        first and trained later; the others keep their values, or end as one worker's script or model has changed them,
-        such as a moving average. Its `step` is the step of the session until the end of the `with` block.
+        The script's optimizer, with any number of parameter groups, or a list of several. It may already have a state
+        (`load_state_dict`). The parameters in its groups are trained, also those that are frozen at first and trained
+        later. The other parameters of the model keep their values, unless the script or the model changes them, such
+        as a moving average; the final model then has the values of one worker. Until the end of the `with` block, the
+        optimizer's `step` is the step of the session.
 
-        It runs on the servers: any optimizer of torch.optim, or one like them, that needs no closure and no sparse
-        gradients. If it is not element-wise (such as Muon), shards are cut between whole parameters. With "easgd",
+        The optimizer runs on the servers. It may be any `torch.optim.Optimizer` that needs no closure and no sparse
+        gradients. If it is not element-wise (such as Muon), a shard consists of whole parameters. With "easgd",
         "ashl", "adsp", "async-diloco" and without servers the script's own optimizer runs on every worker.
 
-        Learning rates and other numbers of its groups may be changed in the loop, for example by a scheduler: those at
-        a step are the ones that its gradient is used with. Where an update uses several gradients, it takes the mean.
+        Learning rates and other numbers of its groups may be changed in the loop, for example by a scheduler. A
+        gradient is used with the values at its step; an update from several gradients uses the mean of their values.
     paradigm : str
-        Name of the synchronisation paradigm, as [paradigm] of the job file has it; `options` are the other keys of that
+        Name of the synchronisation paradigm, as in [paradigm] of the job file; `options` are the other keys of that
         table, such as staleness=3.
 
-        With "allreduce" the gradients are the mean over all workers as soon as `backward` returns; call all but the
-        last `backward` of a step in `Session.no_sync`. With cancel = "abort" the loop may call `Session.cancelled`
+        With "allreduce" the gradients are the mean over all workers when `backward` returns; call all except the last
+        `backward` of a step within `Session.no_sync`. With cancel = "abort" the loop may call `Session.cancelled`
         between the pieces of a batch.
     servers : int, optional
         Number of servers; by default 1, or 0 for a paradigm without servers.
@@ -133,33 +134,33 @@ def connect(
         As [optimizer.schedule] and [optimizer] of the job file, with the same defaults. The schedule's factor
         multiplies the rates of the optimizer.
     clip_norm : float, optional
-        Largest norm of the gradient that the optimizer gets, as of `torch.nn.utils.clip_grad_norm_`. On servers it is
-        the norm of the mean over workers, which a script cannot clip.
+        Largest norm of the gradient that the optimizer gets, as for `torch.nn.utils.clip_grad_norm_`. On servers the
+        gradient is the mean over workers, which a script cannot clip.
     evaluate : callable, optional
-        ``evaluate(model) -> (loss, accuracy)``. It is called every `every_samples` samples, concurrently with the
-        servers, or with the training of worker 0 if there are no servers.
+        ``evaluate(model) -> (loss, accuracy)``. It is called every `every_samples` samples, in a thread of server 0, or
+        of worker 0 if there are no servers.
     every_samples : int
         Samples between two evaluations.
     buffers : str
-        As evaluation.buffers of the job file: "worker", "mean" or "recompute". It chooses the buffers, such as
-        BatchNorm's running statistics, with which the model is evaluated and with which it ends.
+        As evaluation.buffers of the job file: "worker", "mean" or "recompute". Selects the buffers, such as BatchNorm's
+        running statistics, of evaluations and of the final model.
     calibrate : callable, optional
         With "recompute", ``calibrate(model)`` passes data through a model to recompute its statistics, such as
         ``lambda model: torch.optim.swa_utils.update_bn(loader, model)``.
     compute : mapping, optional
         As [cluster.compute] of the job file: lengthens each iteration, to emulate an uneven cluster.
     batches : mapping, optional
-        As [batches] of the job file: batch sizes in proportion to the workers' speeds; `total` is required. Gradients
-        are means over a worker's batch, and are weighted with its size.
+        As [batches] of the job file: batch sizes proportional to the workers' speeds; `total` is required. A gradient
+        must be the mean over the worker's batch; it is weighted by the size of the batch.
     compression : mapping, optional
         As [compression] of the job file, such as ``{"name": "top-k", "ratio": 0.01}``: compression of the workers'
         pushes. A single process does not compress, and trains without the momentum of "dgc".
     window : str or int
-        As cluster.window of the job file: how GPU tensors move between ranks. An int is paradigm.window instead, the
-        key of "sync-switch".
+        As cluster.window of the job file: how GPU tensors are transferred between ranks. An integer is the option
+        paradigm.window of "sync-switch" instead.
     placement : str
-        As cluster.placement of the job file. With "spread" servers are on nodes of their own; the session's `rank` then
-        differs from the MPI rank, except for rank 0.
+        As cluster.placement of the job file. With "spread" each server is on a node of its own, if possible; the
+        session's `rank` then differs from the MPI rank, except for rank 0.
     colocated : bool
         As cluster.colocated of the job file: server i is on the node of worker i.
     name : str, optional
@@ -173,14 +174,14 @@ def connect(
         As [checkpoint] of the job file: how often the state of the run is saved in its folder.
     resume : bool
         Resume from the newest checkpoint in `out`, if there is one. Loaders continue after the samples already used,
-        and the generators of Python, NumPy and torch are restored; the script restores any other state of its own. A
-        single process cannot resume: it is an error if there is a checkpoint.
+        and the random generators of Python, NumPy and torch are restored; the script must restore any other state. In
+        a single process it is an error if there is a checkpoint.
     log : str, optional
-        Where rank 0 also logs the scalars of the run: "tensorboard", "wandb" or "mlflow"; not in a single process.
+        Also log scalars of the run, on rank 0: "tensorboard", "wandb" or "mlflow"; not in a single process.
     comm : mpi4py.MPI.Intracomm, optional
         Ranks that take part; by default all.
     **options
-        Keys of [paradigm] in the job file, beside the name.
+        Keys of [paradigm] in the job file, except the name.
 
     Returns
     -------
@@ -196,7 +197,7 @@ def connect(
 
     Notes
     -----
-    If it is not caught, either exception ends all ranks with status 2 and prints one line instead of a traceback.
+    If one of these exceptions is not caught, all ranks end with status 2, and one line replaces the traceback.
 
     Examples
     --------

@@ -368,7 +368,7 @@ class _Adviser:
         from hpcsync.report.advice import coarseness, prediction
         from hpcsync.report.wording import rounded
 
-        runs, by, why = None, "with seeds that have not chosen it", "the budget was spent"
+        runs, by, why = None, "with other seeds than the trials", "the budget was spent"
         begin, number = self._job.seed + FURTHER_SEED, len(SHARES) + 1
         if last.trial.share == 1:
             try:
@@ -379,10 +379,10 @@ class _Adviser:
                 why = f"trial {number} failed"
                 print(f"hpcsync: {error}", file=sys.stderr)
         if runs is None:
-            runs, by = last.summaries, f"with the seeds that have chosen it, hence too early, for {why}"
+            runs, by = last.summaries, f"with the seeds of the trials, hence too early: {why}"
         predicted = prediction(runs[trained].values())
         if not predicted:
-            return {}, f"Predicted: nothing, for it did not reach the target in every run {by}."
+            return {}, f"No prediction: it did not reach the target in every run {by}."
         time_s = f"{rounded(predicted['seconds'])} s"
         if "low_s" in predicted:
             time_s += f" ({rounded(predicted['low_s'])} to {rounded(predicted['high_s'])} s in 80 % of runs)"

@@ -171,9 +171,9 @@ def launch(
 @app.command()
 def watch(
     folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Folder of a run, or of runs: the one written last is shown.")
+        Path, typer.Argument(metavar="DIR", help="Folder of a run, or of runs: the newest one is shown.")
     ] = Path("runs"),
-    once: Annotated[bool, typer.Option("--once", help="Show the present status and end.", show_default=False)] = False,
+    once: Annotated[bool, typer.Option("--once", help="Show the current status and end.", show_default=False)] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print each status as a line of JSON.", show_default=False)
     ] = False,
@@ -193,7 +193,7 @@ def simulate(
         Path | None,
         typer.Option(
             metavar="TRACE",
-            help="Use the compute and transfer times of another run: its trace file or its folder.",
+            help="Use the computation and transfer times of another run (trace file or folder).",
             show_default=False,
         ),
     ] = None,
@@ -219,9 +219,9 @@ def show(
         bool, typer.Option("--load", help="Import a workload function of your own, for its sizes.", show_default=False)
     ] = False,
 ) -> None:
-    """Show what a job resolves to, or how a run has ended.
+    """Show a job with all defaults, or the summary of a run.
 
-    Of a job: roles, sizes, bytes per iteration; nothing is trained. Of a run: the table that it printed at its end.
+    For a job: roles, sizes, bytes per iteration; nothing is trained. For a run: the table that it printed at its end.
     """
     from hpcsync.cli import run as commands
 
@@ -235,14 +235,14 @@ def audit(
         bool,
         typer.Option(
             "--recompute",
-            help="Train again on one core as the trace says, and compare losses, evaluations and weights. Imports "
-            "a workload of your own.",
+            help="Also repeat the training on one core as recorded, and compare losses, evaluations and weights. "
+            "Imports a workload of your own.",
         ),
     ] = False,
 ) -> None:
-    """Audit a trace.
+    """Audit a trace: verify that the run followed its paradigm.
 
-    Replay its pushes through a new paradigm, compare every grant, and check the invariants.
+    The audit replays the pushes through a new instance of the paradigm, compares every grant, and checks invariants.
     """
     from hpcsync.cli import audit as command
 
@@ -268,7 +268,7 @@ def compare(
         ),
     ] = None,
     seeds: Annotated[
-        int, typer.Option(metavar="N", min=1, max=1000, help="Seeds of every variant, counted from that of the job.")
+        int, typer.Option(metavar="N", min=1, max=1000, help="Seeds of every variant, starting with that of the job.")
     ] = 3,
     tune: Annotated[
         list[str] | None,
@@ -291,7 +291,7 @@ def compare(
         typer.Option(
             parser=out_path,
             metavar="DIR",
-            help="Folder of the runs; runs/NAME-compare/ by default. Runs that have finished there are not run again.",
+            help="Folder of the runs; runs/NAME-compare/ by default. Finished runs are not repeated.",
         ),
     ] = None,
     csv: Annotated[
@@ -307,7 +307,7 @@ def compare(
 ) -> None:
     """Compare variants of a job, or finished runs, over seeds.
 
-    The table says which variant is the fastest, and how sure that is. A run that does not reach the target is counted
+    The table shows which variant is the fastest, and how certain this is. Runs that do not reach the target are counted
     and not averaged. Differences are paired by seed.
     """
     from hpcsync.cli import compare as comparing
@@ -324,7 +324,7 @@ def advise(
         typer.Option(
             "--from",
             metavar="TRACE|DIR",
-            help="Take the computation and transfer times of this run, of any paradigm, or of a recorded loop.",
+            help="Use the computation and transfer times of this run, of any paradigm, or of a recorded loop.",
             show_default=False,
         ),
     ] = None,
@@ -346,19 +346,19 @@ def advise(
         bool,
         typer.Option(
             "--extrapolate",
-            help="With --from and --workers: draw the times of other numbers of workers from the measured ones.",
+            help="With --from and --workers: extrapolate the measured times to other numbers of workers.",
             show_default=False,
         ),
     ] = False,
     seeds: Annotated[
-        int, typer.Option(metavar="N", min=1, max=1000, help="Seeds of the last trial, counted from that of the job.")
+        int, typer.Option(metavar="N", min=1, max=1000, help="Seeds of trial 3, starting with that of the job.")
     ] = 3,
     budget: Annotated[
         float | None,
         typer.Option(
             metavar="SECONDS",
             min=1.0,
-            help="End with the last trial that is complete; numbers of workers have equal parts of this time.",
+            help="End after this time with the result of the last complete trial; several numbers of workers share it.",
             show_default=False,
         ),
     ] = None,
@@ -369,15 +369,14 @@ def advise(
         typer.Option(
             parser=out_path,
             metavar="DIR",
-            help="Folder of the simulations; runs/NAME-advice/ by default. Those that have finished there are not "
-            "repeated.",
+            help="Folder of the simulations; runs/NAME-advice/ by default. Finished ones are not repeated.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the advice as JSON.", show_default=False)] = False,
 ) -> None:
-    """Advise on a paradigm for a job.
+    """Find the paradigm that suits a job and its cluster.
 
-    Candidates are simulated in virtual time, and ranked by the time to the job's target.
+    Candidates are simulated in virtual time and ranked by the time to the job's target.
     """
     from hpcsync.cli import advise as advising
 
@@ -397,14 +396,14 @@ def report_(
         bool | None,
         typer.Option(
             "--audit/--no-audit",
-            help="Audit all runs, or none; by default as many as take half a minute.",
+            help="Audit all runs, or none; by default as many as half a minute allows.",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Write a report of runs, as one HTML file.
+    """Write a report of runs as one HTML file.
 
-    It has figures, tables, the audit and the job, and loads nothing from elsewhere.
+    It has figures, tables, the audit and the job, and needs no network.
     """
     from hpcsync.cli import report
 
@@ -416,7 +415,7 @@ def explain(
     run: TracePath,
     as_json: Annotated[bool, typer.Option("--json", help="Print all numbers as JSON.", show_default=False)] = False,
     simulated: Annotated[
-        bool, typer.Option("--what-if/--no-what-if", help="Simulate the run with other times.")
+        bool, typer.Option("--what-if/--no-what-if", help="Simulate the run without stragglers.")
     ] = True,
     paradigms: Annotated[
         list[str] | None,
@@ -429,9 +428,9 @@ def explain(
         ),
     ] = None,
 ) -> None:
-    """Explain why a run took its time: who waited for whom.
+    """Explain where a run's time went: who waited for whom.
 
-    Simulations say what it would have taken without stragglers.
+    Simulations show how long it would have taken without stragglers.
     """
     from hpcsync.cli import explain as explanations
 
@@ -457,7 +456,7 @@ def export_(
         typer.Option(
             "--format",
             metavar="perfetto|csv|parquet",
-            help="Format; by default the one that the suffix of FILE tells.",
+            help="Format; by default from the suffix of FILE.",
             show_default=False,
         ),
     ] = None,
@@ -523,10 +522,7 @@ def figure(
 
 @app.command()
 def cite(trace: TracePath) -> None:
-    """Print BibTeX of the papers behind a run.
-
-    An entry of hpcsync follows, with the versions of the run.
-    """
+    """Print BibTeX of the papers behind a run, and of hpcsync."""
     from hpcsync.cli import cite as citing
 
     citing.main(trace)
@@ -558,7 +554,7 @@ def bench(
         typer.Option(metavar="FILE", help="Compare with earlier results, written by --json.", show_default=False),
     ] = None,
 ) -> None:
-    """Measure each primitive beside the limit of the machine."""
+    """Measure each primitive, compared with the limit of the machine."""
     from hpcsync import bench as benchmark
 
     sys.exit(benchmark.main(targets or [], json, device, compare))
@@ -638,7 +634,7 @@ def stanza(
     ],
     batch: Annotated[int, typer.Option(metavar="b", help="Batch size of a worker, in samples.")],
     latency_us: Annotated[float, typer.Option(metavar="L", help="Latency of a message, in microseconds.")] = 50.0,
-    micro_batches: Annotated[int, typer.Option(metavar="M", help="Micro-batches of a batch.")] = 1,
+    micro_batches: Annotated[int, typer.Option(metavar="M", help="Pieces of a batch that overlap.")] = 1,
     profile: Annotated[
         Path | None,
         typer.Option(
@@ -651,7 +647,7 @@ def stanza(
         float | None,
         typer.Option(
             metavar="X",
-            help="Samples per second of one node with the whole model. Measured here without it and --profile.",
+            help="Samples per second of one node with the whole model; without it and --profile, measured here.",
             show_default=False,
         ),
     ] = None,
@@ -661,7 +657,7 @@ def stanza(
 ) -> None:
     """Plan layer separation (Stanza).
 
-    The plan says how many nodes train the fully-connected layers. The layouts are compared with parameter servers and
+    The plan gives the best number of nodes for the fully-connected layers, and compares it with parameter servers and
     all-reduce.
     """
     from hpcsync.cli import plan as plans

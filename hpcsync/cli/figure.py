@@ -8,10 +8,10 @@ from hpcsync import figures
 
 LINES = [f"{name:<12} {about.line}" for name, about in figures.FIGURES.items()]
 HELP = (
-    "Draw a figure of one or more traces.\n\nThe files are PNG, SVG, and the data as CSV.\n\n\b\nFigures:\n"
+    "Draw a figure of one or more traces.\n\nIt is written as PNG and SVG, and its data as CSV.\n\n\b\nFigures:\n"
     + "\n".join(f"  {line}" for line in LINES)
-    + "\n\nRuns of one job with different seeds are one line or bar: their mean, with its 95 % interval from three"
-    " seeds on and the range of two. controller and timeline show each run alone."
+    + "\n\nRuns that differ only in the seed are drawn as one line or bar: their mean with its 95 % interval, or with"
+    " two seeds their range. controller and timeline show each run separately."
     + "\n\nNeeds matplotlib and pandas: pip install matplotlib pandas."
 )
 KINDS = (".png", ".svg", ".pdf", ".csv")

@@ -157,8 +157,8 @@ class Session(ABC):
     stopped
         True once the run is over for this process; its loaders then end.
     batches_before
-        Batches that this worker had trained on when the run was resumed: how often a scheduler that steps with every
-        batch has to step before the loop.
+        Batches that this worker had trained on when the run was resumed. A scheduler that steps with every batch must
+        take this number of steps before the loop.
     """
 
     def __init__(self, *, rank: int, n_workers: int, worker: int | None = None) -> None:
@@ -192,15 +192,15 @@ class Session(ABC):
             batches are loaded. Batches of a TensorDataset are tuples of tensors; those of other data sets are made by
             PyTorch's default collation, and those of a DataLoader by its `collate_fn`.
 
-            A DataLoader with a sampler of its own draws the same batches on every worker, and each worker loads every
-            P-th of P workers. Of an iterable data set, or an iterator of batches, every worker reads all batches and
-            uses every P-th.
+            A DataLoader with its own sampler draws the same batches on every worker, and each of the P workers loads
+            every P-th. For an iterable data set, or an iterator of batches, every worker reads all batches and uses
+            every P-th.
         batch_size
             Samples per batch of a data set; a DataLoader has its own.
         epochs
             Number of training epochs; None: until the run is stopped. An iterator has one.
         sharded
-            True if the data are another part on each worker already: the worker then uses all of them.
+            True if each worker already has its own part of the data, of which it then uses all.
         accumulate
             Backward passes whose gradients accumulate before a step. It matters to "allreduce" only, which forms the
             mean in the last of them (see `no_sync`).
@@ -208,23 +208,24 @@ class Session(ABC):
         Returns
         -------
         iterator
-            An iterator over the batches. On a server it is empty: the server serves here until the run is over. Its
-            `len` is how many batches this worker gets if the run does not end before, in a resumed run without those
-            used already. It raises TypeError where that is not known beforehand: with `epochs` None, with allocated
-            batches, and for data whose batches only reading tells. Each further loop over it has the batches of the
-            next training epochs, as after another call; with `epochs` None, and of an iterator, those that follow.
+            An iterator over the batches. On a server it yields nothing, and serves the workers until the run is over.
+            Its `len` is the number of batches that this worker gets unless the run ends earlier; in a resumed run it
+            excludes those already used. It raises TypeError if the number is not known in advance: with `epochs` None,
+            with allocated batches, with a sampler of your own, and for iterable data. Each further loop over it has the
+            batches of the next training epochs, like another call; with `epochs` None, and for an iterator, it
+            continues.
 
         Raises
         ------
         JobError
-            If the data cannot be used; the message says what to give instead.
+            If the data cannot be used; the message says what to pass instead.
 
         Notes
         -----
         With allocated batches (`batches` of `connect`), each batch has the number of samples allocated to its worker;
-        `batch_size` is then only the size that the times of `compute` refer to. Each worker takes the next samples, so
-        all together use every sample of a training epoch once, including the last ones; a batch that extends over the
-        end belongs to the epoch in which it begins.
+        `batch_size` is then only the size to which the times of `compute` refer. Each worker gets the next samples, so
+        the workers together use every sample of a training epoch once, including the last ones; a batch that extends
+        beyond the end belongs to the epoch in which it begins.
         """
         self._refuse_outside()
         asked = Asked(dataset, batch_size, epochs, sharded, accumulate)
@@ -271,7 +272,7 @@ class Session(ABC):
         """Return True if the gradient of the current batch will not be used.
 
         Call this between two pieces of a batch. If it returns True, call `step` at once with the loss so far; it sends
-        no gradient. Only "k-sync" and "k-batch-sync" with cancel = "abort" ever cancel.
+        no gradient. Iterations are cancelled only by "k-sync" and "k-batch-sync" with cancel = "abort".
 
         Parameters
         ----------
@@ -315,11 +316,11 @@ class Session(ABC):
         Returns
         -------
         bool
-            False once the run is over: leave the loop; loaders end.
+            False once the run is over: leave the loop.
         """
 
     def record(self, loss: torch.Tensor | float) -> None:
-        """Record a loss of the step under way; the trace gets the mean of those recorded before the step.
+        """Record a loss of the current step; the trace gets the mean of those recorded before the step.
 
         Parameters
         ----------

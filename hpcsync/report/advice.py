@@ -18,7 +18,8 @@ MARGIN = 0.05  # of the fastest one's time: what a simpler candidate may cost
 TIMED = ("to the target", "time (s)", "behind (s)", "fastest")  # title and columns of a table
 UNTIMED = ("by loss", "arrived", "loss")
 BY_TIME = (
-    "behind: seconds after the fastest, paired by seed; fastest: probability of being it; *: not told from the fastest"
+    "behind: seconds after the fastest, paired by seed; fastest: probability of being it; "
+    "*: not distinguishable from it"
 )
 BY_LOSS = "arrived: runs that reached the target; loss: at the end"
 FACTOR = "lr x: factor of the job's learning rate"
@@ -253,7 +254,9 @@ def why(advised: Mapping[int, Summary], reference: Mapping[int, Summary], name: 
     if not speeds:
         return f"{name} did not reach the target, so there is nothing to compare with."
     speed, need = (sum(ratios) / len(ratios) for ratios in (speeds, needs))
-    return f"Beside {name} it trains {speed:.2f} times as many samples a second and needs {need:.2f} times as many."
+    return (
+        f"Compared with {name} it trains {speed:.2f} times as many samples a second and needs {need:.2f} times as many."
+    )
 
 
 def table(advice: Advice, factors: Mapping[str, float]) -> RenderableType:

@@ -83,7 +83,7 @@ def test_a_straggler_decides_and_the_advised_job_is_the_users(job, tmp_path, cap
     two = ("bsp", "asp")
     assert main(job, Asked(paradigms=two, overrides=[STRAGGLER], out=tmp_path / "uneven")) == 0
     said = capsys.readouterr()
-    assert "Train with asp.\nBeside bsp it trains" in said.out
+    assert "Train with asp.\nCompared with bsp it trains" in said.out
     assert "Times are those of the job's [cluster]" in said.out
     found = advised(tmp_path / "uneven")
     assert found["advised"] == "asp" and [row["label"] for row in found["ranking"]] == ["asp", "bsp"]
@@ -332,7 +332,7 @@ def test_a_budget_ends_it_with_what_is_known(job, tmp_path, capsys, monkeypatch)
     said = capsys.readouterr().out
     assert "This is trial 2, with 33 % of the time, whose seeds chose the rates." in said
     assert "The budget was spent in trial 3: 1 of 6 runs are done; the same command resumes." in said
-    assert "with the seeds that have chosen it, hence too early" in said
+    assert "with the seeds of the trials, hence too early" in said
     assert main(job, asked._replace(budget_s=None)) == 0
     assert "The budget" not in capsys.readouterr().out, "control"
 
@@ -365,7 +365,7 @@ def test_what_fails_in_the_last_trial_leaves_the_advice(job, tmp_path, capsys, m
     assert main(job, asked) == 0
     said = capsys.readouterr()
     assert "Train with " in said.out and (tmp_path / "out" / "advised.toml").exists()
-    assert "with the seeds that have chosen it, hence too early, for trial 4 failed." in said.out
+    assert "with the seeds of the trials, hence too early: trial 4 failed." in said.out
     assert f"failed, see {tmp_path / 'out' / 'trial-4'}/" in said.err
     assert advised(tmp_path / "out")["predicted"] and not (tmp_path / "out" / "trial-4").exists()
 

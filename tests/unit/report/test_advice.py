@@ -126,7 +126,7 @@ def test_a_legend_says_what_the_columns_are():
     words = " ".join(words.split())
     for part in (
         "behind: seconds after the fastest",
-        "*: not told from the fastest",
+        "*: not distinguishable from it",
         "lr x: factor of the job's learning",
     ):
         assert part in words
@@ -188,7 +188,7 @@ def test_where_none_arrives_before_the_last_trial_the_loss_is_said_to_have_chose
 
 def test_why_is_speed_and_need():
     fast, slow = runs(10.0, 20.0, samples_per_s=300.0), runs(20.0, 60.0, samples_per_s=100.0)
-    expected = "Beside bsp it trains 3.00 times as many samples a second and needs 1.25 times as many."
+    expected = "Compared with bsp it trains 3.00 times as many samples a second and needs 1.25 times as many."
     assert why(fast, slow, "bsp") == expected
     assert "did not reach the target" in why(fast, runs(None, None), "bsp")
     assert why(fast, {**slow, 2: slow[1]}, "bsp") == expected, "a seed that only one of them has does not count"
