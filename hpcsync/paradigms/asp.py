@@ -6,12 +6,12 @@ made since, before the optimizer uses it. All operations are element by element:
     constant  g + lambda g^2 (w - w_read)
     adaptive  the same with lambda / sqrt(m + 1e-7) in place of lambda, where m becomes d m + (1 - d) g^2
 
-g^2 stands for the diagonal of the Hessian. Where nobody else has updated w, nothing is corrected.
+g^2 approximates the diagonal of the Hessian. If no other worker has updated w, nothing is corrected.
 
 Notes
 -----
-Of the paper its abstract was at hand, and the authors' code (Microsoft's updaters for Multiverso), from which these
-formulas are. There m belongs to a worker, and w_read is the copy made when that worker's gradient was last added; here
+The full paper was not available. These formulas are from its abstract and the authors' code (Microsoft's updaters for
+Multiverso). There each worker has its own m, and w_read is the copy made when that worker's gradient was last added; here
 it is the version that the worker was granted, which is the same version for a worker that reads right after its push.
 Their updater of the constant form has |g| in place of g^2; here both forms have g^2, the published approximation. They
 correct plain SGD; here any optimizer takes the corrected gradient.

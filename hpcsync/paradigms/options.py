@@ -150,7 +150,7 @@ class ParadigmOptions:
     pairwise
         True if a worker that averages with a peer changes the peer's weights, too.
     least_workers
-        Least number of workers.
+        Smallest number of workers.
     page
         Page of the documentation; by default it has the paradigm's name.
     waiting, update, source

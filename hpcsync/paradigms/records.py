@@ -112,7 +112,7 @@ GradientSquare = Annotated[
 
 
 class PushInfo(NamedTuple):
-    """A push: what a worker says with a contribution, which lies in its slots.
+    """A push: the information that a worker sends with a contribution in its slots.
 
     It is the event that a paradigm handles and, with its outcome, a row of /pushes. All times are on the clock of the
     deciding server, which sets `now_s` when it handles the push. Times are NaN where they are not known.
