@@ -21,7 +21,7 @@ worker. The topologies are::
 
 Notes
 -----
-The paper's text was not at hand. This follows its abstract and the description of its algorithm and of the bipartite
+The paper's text was not available. This follows its abstract and the description of its algorithm and of the bipartite
 graph in public implementations: the authors of stochastic gradient push compare with AD-PSGD (``gossip/ad_psgd.py`` and
 ``DynamicBipartiteExponentialGraph`` of github.com/facebookresearch/stochastic_gradient_push; there, passive workers are
 the even ones, and the exponential topology visits both directions). Two choices are ours. The average and the step come

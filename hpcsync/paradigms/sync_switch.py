@@ -13,8 +13,8 @@ The linear scaling of the rate is `optimizer.async_lr_scale = "1/workers"`, the 
 
 Notes
 -----
-Of the paper its abstract was at hand, and the authors' repository (cake-lab/Sync-Switch) with its instructions, data
-and notes. A letter in this file marks what follows from them and what is our reading::
+The full paper was not available; its abstract and the authors' repository (cake-lab/Sync-Switch) with its instructions,
+data and notes were. A letter in this file marks what follows from them and what is our reading::
 
     a  BSP comes first and there is one switch. The authors' runs make it after 2 to 75 % of the samples
     b  per-worker batches stay as they are, and the rate is scaled with the samples of an update: the notes resume 1024
@@ -23,8 +23,8 @@ and notes. A letter in this file marks what follows from them and what is our re
        with 10 % of BSP; in the authors' data most of these runs are less accurate than all that keep it
     d  the authors tried to switch on a flat training loss and did not use it in the paper; how they found it flat is
        not said. Here the mean loss of `window` rounds is compared with that of the `window` rounds before
-    e  they save a checkpoint, end the processes and start them again; here the servers go on, with the state of the
-       optimizer, so nothing is lost at the switch
+    e  they save a checkpoint, end the processes and start them again; here the servers continue, with the state of
+       the optimizer, so nothing is lost at the switch
     f  workers that left before the switch may join after it
 
 References
