@@ -11,10 +11,10 @@ g^2 approximates the diagonal of the Hessian. If no other worker has updated w, 
 Notes
 -----
 The full paper was not available. These formulas are from its abstract and the authors' code (Microsoft's updaters for
-Multiverso). There each worker has its own m, and w_read is the copy made when that worker's gradient was last added; here
-it is the version that the worker was granted, which is the same version for a worker that reads right after its push.
-Their updater of the constant form has |g| in place of g^2; here both forms have g^2, the published approximation. They
-correct plain SGD; here any optimizer takes the corrected gradient.
+Multiverso). There each worker has its own m, and w_read is the copy made when that worker's gradient was last added;
+here it is the version that the worker was granted, which is the same version for a worker that reads right after its
+push. Their updater of the constant form has |g| in place of g^2; here both forms have g^2, the published approximation.
+They correct plain SGD; here any optimizer takes the corrected gradient.
 
 References
 ----------
