@@ -35,10 +35,10 @@ SECTIONS = {
     "optimizer.schedule": "The learning rate over time. It is optional.",
     "stop": "Conditions that end the run. The first one that holds ends it. At least one is required, except in a "
     "training script.",
-    "evaluation": "Evaluation during the run. It takes place beside the servers and delays no worker, except in a "
-    "search of `adsp` by evaluations; without servers, rank 0 evaluates beside its own training.",
-    "predicted": "What [`hpcsync advise`](../how-to/advise.md) predicts of the job that it writes. The summary and the "
-    "report compare the run with it; nothing else uses it. `--set` drops it, unless it only changes the seed.",
+    "evaluation": "Evaluation during the run. It runs in a thread of server 0 and delays no worker, except in a "
+    "search of `adsp` by evaluations; without servers it runs in a thread of rank 0, which also trains.",
+    "predicted": "Prediction of [`hpcsync advise`](../how-to/advise.md) for the job that it writes. The summary and "
+    "the report compare the run with it; nothing else uses it. `--set` drops it, unless it only changes the seed.",
     "checkpoint": "Checkpoints. [Resume and checkpoints](../how-to/resume.md) describes their use.",
     "paradigm": "The synchronisation paradigm. `name` selects it. [Paradigms](../paradigms/index.md) has a page for "
     "each one.",
@@ -64,7 +64,7 @@ KINDS = {
         "text": "A small transformer that predicts the next character of the source of Python's standard library; "
         "about every "
         "tenth file is held out. The text depends on the version of Python, which the trace records.",
-        "timing": "No arithmetic: a vector of float32 numbers travels, for schedules and measurements.",
+        "timing": "No arithmetic: a vector of float32 numbers is transferred, for schedules and measurements.",
         '"package.module:function"': "Your own workload: the function returns a `hpcsync.Workload`.",
     },
     "optimizer.schedule": {
@@ -111,7 +111,7 @@ KEYS = {
     "workload.text.layers": "Layers of the transformer.",
     "workload.text.width": "Width of the transformer; a multiple of `heads`.",
     "workload.text.heads": "Attention heads.",
-    "workload.timing.parameters": "Numbers that travel.",
+    "workload.timing.parameters": "Numbers in the vector.",
     "workload.timing.classifier": "For `stanza` in a simulation: how many of them are above the cut; less than "
     "`parameters`.",
     "workload.timing.activations": "For `stanza` in a simulation: numbers of a sample that cross the cut.",
@@ -138,10 +138,10 @@ KEYS = {
     "stop.seconds": "Seconds of training.",
     "stop.target_accuracy": "Accuracy of an evaluation, or more.",
     "stop.target_loss": "Loss of an evaluation, or less.",
-    "stop.on_nan": "What happens when a loss or a gradient is not finite: a line that says so once, or the end of the "
-    "run as failed.",
+    "stop.on_nan": "Reaction to a loss or a gradient that is not finite: a line is printed once, or the run ends as "
+    "failed.",
     "evaluation.every_samples": "Samples between two evaluations; 0: only at the end.",
-    "evaluation.seconds": "Simulation only: duration of an evaluation, which training does not wait for, except a "
+    "evaluation.seconds": "Simulation only: duration of an evaluation. Training does not wait for it, except in a "
     "search of `adsp` by evaluations.",
     "evaluation.buffers": "Buffers, such as BatchNorm's running statistics, with which the model is evaluated and with "
     "which it ends: those of the first active worker, the mean over the active workers, or the first worker's with "
@@ -153,7 +153,7 @@ KEYS = {
     "predicted.samples_per_s": "Samples trained a second.",
     "checkpoint.seconds": "Seconds between two checkpoints; 0: only by `updates` and signals.",
     "checkpoint.updates": "Updates between two checkpoints, if that is sooner.",
-    "checkpoint.keep": "Newest checkpoints that are kept.",
+    "checkpoint.keep": "Number of checkpoints that are kept, the newest ones.",
     "batches.policy": "Equal batches, batches proportional to predicted speeds, or equal predicted times with fixed "
     "costs.",
     "batches.predictor": "Prediction of the speeds.",
@@ -161,7 +161,8 @@ KEYS = {
     "batches.minimum": "Smallest batch of a worker.",
     "batches.maximum": "Largest batch of a worker.",
     "batches.interval": "Iterations of all workers between two allocations.",
-    "batches.gain": "Batches stay unchanged unless the slowest worker is predicted to gain more than this share.",
+    "batches.gain": "Batches are changed only if the slowest worker's iteration is predicted to become shorter by more "
+    "than this share.",
     "compression.gbytes_per_s": "Simulation only: speed of compression in GB/s.",
     "compression.error_feedback": "Elements that a push leaves out are added to the next push.",
     "compression.ratio": "Share of a tensor's elements that is sent. Not under `ashl`, which has `ratio_coarse` and "
@@ -185,7 +186,7 @@ KEYS = {
     "cluster.colocated": "Server i is on the node of worker i, and shares its link; the launcher must start two ranks "
     "on a node.",
     "cluster.on_death": '`"continue"`: the other ranks continue when a worker\'s process dies. `"restart"`: '
-    "`hpcsync run` starts the ranks that are left again, from the last checkpoint ([A process "
+    "`hpcsync run` restarts the remaining ranks from the last checkpoint ([A process "
     "dies](../how-to/on-death.md)).",
     "cluster.workers_min": "Fewest workers with which the run may start or resume ([Resume and "
     "checkpoints](../how-to/resume.md#fewer-workers-and-more)).",
@@ -195,8 +196,7 @@ KEYS = {
     "cluster.update_gbytes_per_s": "Simulation only: throughput of updates in GB/s, of the contributions that a server "
     "adds to its weights and of the weights to which a worker without servers adds its step.",
     "cluster.checkpoint_s": "Simulation only: seconds of a checkpoint, during which no worker computes "
-    "([Simulate a cluster](../how-to/simulate.md#checkpoints-and-deaths)). Real ranks ignore it: their checkpoints "
-    "take the time that they take.",
+    "([Simulate a cluster](../how-to/simulate.md#checkpoints-and-deaths)). Real ranks ignore it.",
     "cluster.events": "A list of tables, see below.",
     "cluster.compute.constant.seconds": "Seconds of an iteration of the job's batch size.",
     "cluster.compute.lognormal.seconds": "Median seconds of an iteration of the job's batch size.",
@@ -204,8 +204,8 @@ KEYS = {
     "cluster.compute.exponential.seconds": "Mean seconds of an iteration of the job's batch size.",
     "cluster.compute.table.table": "The file, relative to the job file; worker and iteration count from 0.",
     "cluster.compute.fixed_share": "Share of the time that does not depend on the batch size.",
-    "cluster.compute.backward_share": "Share of the time, at its end, in which the gradient becomes complete, its end "
-    "first; all-reduce sums buckets of `paradigm.bucket_mb` meanwhile.",
+    "cluster.compute.backward_share": "Share of the time, at its end, in which the backward pass computes the "
+    "gradient, from its end to its beginning; all-reduce sums buckets of `paradigm.bucket_mb` meanwhile.",
     "cluster.network.bandwidth_gbit": "Bandwidth of each worker's link, up and down each, in Gbit/s.",
     "cluster.network.server_bandwidth_gbit": "Bandwidth of each server's link.",
     "cluster.network.latency_us": "Latency of a message in microseconds.",

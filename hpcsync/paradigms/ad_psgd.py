@@ -143,7 +143,7 @@ class AdPsgdOptions(ParadigmOptions):
     place = 145
     colour = "#6699CC"
     waiting = "none, except while another worker averages with the same one"
-    update = "a worker and one neighbour get the mean of their weights, atomically; every step is of one worker"
+    update = "two workers set their weights to the mean, atomically; every step is of one worker"
     source = "Lian et al., ICML 2018"
     bound = "no worker waits for another one to compute"
 

@@ -281,7 +281,7 @@ class AsyncDiLoCoOptions(ParadigmOptions):
     waits_for_update = True
     place = 115
     colour = "#AA7744"
-    waiting = "none; with `quorum` or `grace_s`, until enough contributions are there"
+    waiting = "none; with `quorum` or `grace_s`, until enough contributions have arrived"
     update = "an outer step along the change of many local steps, with delayed momentum"
     source = "Liu et al., 2024; Douillard et al., 2026"
 
