@@ -91,12 +91,13 @@ class GatheredMean(CompressedMean):
             self._payload = self._payload[:0]
         rooms = sizes + -sizes % LINE_BYTES
         begins = np.cumsum(rooms) - rooms
-        if len(self._image) < (end := int(begins[-1] + sizes[-1])):
+        if len(self._image) < (end := int(begins[-1] + rooms[-1])):
             self._image = torch.empty(end, dtype=torch.uint8, pin_memory=self.vector.is_cuda)
         own = int(begins[self._comm.rank])
         cuda.copy(self._image[own : own + len(self._payload)], self._payload)
         if self.n_ranks > 1:
-            self._comm.Allgatherv(MPI.IN_PLACE, [self._image.numpy(), sizes, begins, MPI.BYTE])
+            words = self._image.numpy().view(np.int64)  # MPI counts up to 2^31: in octets, payloads of 2 GiB together
+            self._comm.Allgatherv(MPI.IN_PLACE, [words, rooms // words.itemsize, begins // words.itemsize, MPI.INT64_T])
         here = self._image[:end].to(self.vector.device)
         parts = zip(begins.tolist(), sizes.tolist(), strict=True)
         payloads = [here[begin : begin + size] for begin, size in parts if size]

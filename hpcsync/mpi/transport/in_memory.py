@@ -462,7 +462,7 @@ class MemoryCommunicator:
         return Collective(self, self._give("Iallgather", own.ravel().copy()), finish)
 
     def Allgatherv(self, in_place: Any, places: Any) -> None:
-        """Copy every rank's part of an array of octets to all ranks; `places` is (array, sizes, begins, type)."""
+        """Copy every rank's part of an array to all ranks; `places` is (array, sizes, begins, type)."""
         array, sizes, begins, _ = places
         spans = [slice(begin, begin + size) for begin, size in zip(begins, sizes, strict=True)]
         turn = self._give("Allgatherv", array[spans[self.rank]].copy())
