@@ -26,7 +26,10 @@ PIECES_UNDER_WAY = 4  # fills 20 Gbit/s if a round trip takes 0.2 ms
 
 
 class Freed(ABC):
-    """What all ranks create and free together, at the latest at the end of a `with` block."""
+    """What all ranks create and free together, at the latest at the end of a `with` block.
+
+    After an exception a `with` block frees nothing: a rank that fails cannot wait for the others.
+    """
 
     @abstractmethod
     def free(self) -> None:
@@ -35,8 +38,9 @@ class Freed(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.free()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self.free()
 
 
 class _Transfer:
@@ -101,6 +105,9 @@ class Window(Freed):
     `MPI_Win_allocate` with one lock for the whole life makes transfers passive in a job on one node, with Open MPI and
     MPICH alike: the target's core is not needed. Memory that is never touched is never committed, so a window may be
     sized for the worst case.
+
+    The owner loads and stores `local` while others access it, which is defined in the unified memory model only
+    (MPI_WIN_UNIFIED). MPI has it where memory is coherent.
     """
 
     def __init__(self, comm: MPI.Intracomm, count: int, dtype: Any, memory: Any = None) -> None:

@@ -4,7 +4,6 @@ import time
 
 import numpy as np
 import pytest
-from mpi4py import MPI
 
 from hpcsync.mpi.transport.window import Window
 
@@ -59,11 +58,3 @@ def test_free_is_idempotent_and_a_freed_window_raises(comm):
     window.free()
     with pytest.raises(ValueError, match="freed"):
         window.put(np.zeros(4, np.float32), 0, 0)
-
-
-def test_it_is_freed_when_the_block_is_left_by_an_exception(comm):
-    with pytest.raises(RuntimeError, match="mine"), Window(comm, 4, np.float32) as window:
-        raise RuntimeError("mine")
-    with pytest.raises(ValueError, match="freed"):
-        window.flush(0)
-    assert comm.allreduce(1, MPI.SUM) == comm.size

@@ -41,6 +41,17 @@ def test_an_mpi_that_creates_no_window_is_refused(code: int, raised: type[Except
     assert str(caught.value).startswith(words) is (raised is JobError)
 
 
+def test_a_rank_that_fails_does_not_wait_for_the_others_to_free_a_window() -> None:
+    def body(comm: Any) -> None:
+        with Window(comm, 1, np.int64):
+            if comm.rank == 1:
+                raise ArithmeticError
+            comm.Recv(np.zeros(1), 1)  # for ever
+
+    with pytest.raises(ArithmeticError):
+        run(2, body, limit_s=20.0)
+
+
 # ---- pieces ----
 
 
