@@ -74,7 +74,7 @@ class PeerChannel:
         self._checkpoint_number: int | None = None  # number of the checkpoint to write
         self._commands = Inbox(self.comm, messages.TAG_COMMAND, messages.PEER_COMMAND, self.deaths)
         self._infos = Outbox(self.comm, messages.TAG_INFO, messages.STEP_INFO, self.deaths)
-        self._inbox: Inbox | None = None
+        self._inboxes, self._outboxes = [self._commands], [self._infos]
 
     def start(self, begin_s: float = 0.0) -> list[tuple[int, str, float, float]] | None:
         """Start the clocks of all ranks at once.
@@ -171,21 +171,22 @@ class PeerChannel:
 
     def infos(self) -> Inbox:
         """Return rank 0's inbox of step infos, which is freed with the channel."""
-        self._inbox = Inbox(self.comm, messages.TAG_INFO, messages.STEP_INFO, self.deaths)
-        return self._inbox
+        self._inboxes.append(Inbox(self.comm, messages.TAG_INFO, messages.STEP_INFO, self.deaths))
+        return self._inboxes[-1]
 
     def commands(self) -> Outbox:
-        """Return rank 0's outbox of commands."""
-        return Outbox(self.comm, messages.TAG_COMMAND, messages.PEER_COMMAND, self.deaths)
+        """Return rank 0's outbox of commands, which is freed with the channel."""
+        self._outboxes.append(Outbox(self.comm, messages.TAG_COMMAND, messages.PEER_COMMAND, self.deaths))
+        return self._outboxes[-1]
 
     def free(self) -> None:
         """Free all communication; collective and idempotent, returns when every rank has called it."""
         if self.comm == MPI.COMM_NULL:
             return
-        self._infos.free()
+        for outbox in self._outboxes:
+            outbox.free()
         self.published.free()
         self.phases.free()
-        for inbox in (self._commands, self._inbox):
-            if inbox is not None:
-                inbox.free()
+        for inbox in self._inboxes:
+            inbox.free()
         self.comm.Free()

@@ -136,7 +136,6 @@ class Monitor:
         if self._evaluator is not None:
             self._evaluator.close()
             self._take_result()
-        self._commands.free()
 
     def _handle_info(self, now_s: float, record: tuple[Any, ...]) -> None:
         kind, exchanged = record[0], StepInfo._make(record[1:])

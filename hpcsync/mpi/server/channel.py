@@ -80,6 +80,8 @@ class ServerChannel:
         On a server: one row per worker of what it states with a push; None if it states nothing.
     buffers : BufferRows
         On server 0: the workers' buffers.
+    infos : Outbox
+        Push infos to server 0.
     """
 
     def __init__(
@@ -122,6 +124,8 @@ class ServerChannel:
         self.phases = WorkerStates(self.comm, one_node=self.backoff.one_node)
         self.clock = Clock(self.comm, begin_s)
         self._inboxes: list[Inbox] = []
+        self._outboxes: list[Outbox] = []
+        self.infos = self.outbox(messages.TAG_INFO, messages.PUSH_INFO)
 
     def row_size(self, server: int) -> int:
         """Return the elements from one row of a server's buffers to the next."""
@@ -154,8 +158,9 @@ class ServerChannel:
         return self._inboxes[-1]
 
     def outbox(self, tag: int, layout: Struct) -> Outbox:
-        """Create an outbox."""
-        return Outbox(self.comm, tag, layout, self.deaths)
+        """Create an outbox that is freed with the channel."""
+        self._outboxes.append(Outbox(self.comm, tag, layout, self.deaths))
+        return self._outboxes[-1]
 
     def sum_over_servers(self, number: float) -> float:
         """Return the sum of a number over all servers, in their order; they all call it at the same update."""
@@ -163,15 +168,14 @@ class ServerChannel:
 
     def say(self, kind: int) -> None:
         """Notify server 0 that this rank has failed, or has saved its part of a checkpoint."""
-        infos = self.outbox(messages.TAG_INFO, messages.PUSH_INFO)
-        infos.send(0, (kind, *PushInfo(math.nan, self.comm.rank)[1:]))
-        if kind != messages.InfoKind.FAILED:
-            infos.free()
+        self.infos.send(0, (kind, *PushInfo(math.nan, self.comm.rank)[1:]))
 
     def free(self) -> None:
-        """Free windows, inboxes and the communicator; collective, and harmless when repeated."""
+        """Free windows, inboxes, outboxes and the communicator; collective, and harmless when repeated."""
         if self.comm == MPI.COMM_NULL:
             return
+        for outbox in self._outboxes:
+            outbox.free()
         for window in (self.tensors, self.done, self.stated, self.buffers, self.phases):
             if window is not None:
                 window.free()

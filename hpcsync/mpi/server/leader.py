@@ -115,8 +115,6 @@ class Leader:
     def finish(self) -> None:
         """Notify every rank that the run is over."""
         self._command([CommandRecord(messages.CommandKind.FINISH, to(0))])
-        self._commands.free()
-        self._cancellations.free()
 
     def _handle(self, now_s: float, record: tuple[Any, ...]) -> None:
         kind, push_info = record[0], PushInfo(now_s, *record[1:])

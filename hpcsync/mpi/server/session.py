@@ -173,4 +173,3 @@ class FollowerSession(LinkedSession):
     def _part(self) -> None:
         if not self._shard.finished:
             self._serve()
-        self._shard.free()

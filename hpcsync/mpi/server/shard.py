@@ -314,11 +314,6 @@ class Shard:
         shared = self.store.current < self.store.n_shared
         self._link.tensors.release(*self._buffer_spans[self.store.current] if shared else (0, 0))
 
-    def free(self) -> None:
-        """Wait until every grant has been sent."""
-        for outbox in {outbox for outbox, _ in self._readers}:
-            outbox.free()
-
 
 def follow(link: ServerChannel, shard: Shard) -> None:
     """Carry out commands until the last one; the main loop of every server but the first."""
@@ -334,4 +329,3 @@ def follow(link: ServerChannel, shard: Shard) -> None:
         shard.carry_out(record)
         if record.kind == messages.CommandKind.UPDATE and not math.isnan(shard.gradient_sq):
             norms.send(0, (shard.store.version, link.comm.rank, shard.gradient_sq))
-    norms.free()

@@ -98,7 +98,6 @@ class Worker(Stateful):
         self._wanted = link.outbox(messages.TAG_SLOT, messages.SLOT) if link.lends else None
         self._statement, self._stated = statement, np.empty(0)
         self._reader = Reader(link, worker, save)
-        self._infos = link.outbox(messages.TAG_INFO, messages.PUSH_INFO)
         # No inbox without cancellations: MPI would search its receives for every grant.
         self._cancellations = link.inbox(messages.TAG_CANCEL, messages.CANCEL) if cancellable else None
         self._has_left = False
@@ -151,9 +150,9 @@ class Worker(Stateful):
         if self._buffers is not None:
             self._link.buffers.put(push_info.worker, push_info.iteration, self._buffers.packed())
         for change in rates:
-            self._infos.send(0, (messages.InfoKind.RATE, *messages.rate_change(push_info, *change)[1:]))
+            self._link.infos.send(0, (messages.InfoKind.RATE, *messages.rate_change(push_info, *change)[1:]))
         sent_s = self._link.clock.now()
-        self._infos.send(0, (messages.InfoKind.PUSHED, *push_info[1:]))
+        self._link.infos.send(0, (messages.InfoKind.PUSHED, *push_info[1:]))
         self._await(push_info.iteration + 1, sent_s)
 
     def leave(self) -> None:
@@ -177,7 +176,7 @@ class Worker(Stateful):
         self.is_away = self._joins = False
 
     def _send_info(self, kind: int) -> None:
-        self._infos.send(0, (kind, *PushInfo(math.nan, self.machine.grant.worker)[1:]))
+        self._link.infos.send(0, (kind, *PushInfo(math.nan, self.machine.grant.worker)[1:]))
 
     def _put(self) -> tuple[float, float, int]:
         """Put the contribution into its slots; return the seconds of compressing and putting it, and its bytes.

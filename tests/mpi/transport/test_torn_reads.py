@@ -19,7 +19,7 @@ from hpcsync.mpi.server.channel import Reader, ServerChannel
 from hpcsync.mpi.server.shard import Shard, to
 from hpcsync.mpi.transport import messages
 from hpcsync.mpi.transport.in_memory import MemoryCommunicator
-from hpcsync.mpi.transport.messages import CommandRecord, Outbox
+from hpcsync.mpi.transport.messages import CommandRecord
 from hpcsync.mpi.transport.node_topology import on_one_node
 from hpcsync.mpi.transport.tensor_window import HOST
 from hpcsync.mpi.transport.window import Window
@@ -51,7 +51,6 @@ def serve(link: ServerChannel, shard: Shard) -> None:
             else:
                 grant = Grant(worker, 1, shard.store.version)
                 shard.carry_out(CommandRecord(messages.CommandKind.PROMISE, grant))
-    shard.free()
 
 
 def read(link: ServerChannel, found: Window, *, until_torn: bool) -> int:
@@ -61,7 +60,7 @@ def read(link: ServerChannel, found: Window, *, until_torn: bool) -> int:
     """
     worker = link.roles.worker(link.comm.rank)
     reads = -(-READS // (link.roles.n_workers - 1))
-    reader, reports = Reader(link, worker), Outbox(link.comm, messages.TAG_INFO, messages.PUSH_INFO)
+    reader, reports = Reader(link, worker), link.infos
     nothing = PushInfo(math.nan, worker)[2:]
     into = link.tensors.local.new_zeros(link.size)
     torn, deadline_s = 0, time.monotonic() + LIMIT_S
@@ -74,7 +73,6 @@ def read(link: ServerChannel, found: Window, *, until_torn: bool) -> int:
         torn += not (into == grant.version).all()
         reads -= 1
     reports.send(0, (messages.InfoKind.LEFT, worker, *nothing))
-    reports.free()
     return torn
 
 

@@ -36,6 +36,5 @@ def test_a_halt_ends_even_if_the_next_one_is_due_at_once(comm, halts_again):
     if infos is not None:
         while infos.poll() is not None:
             pass
-        commands.free()
     comm.Barrier()
     link.free()
