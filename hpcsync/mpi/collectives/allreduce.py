@@ -140,19 +140,21 @@ class AgreeingMean(MeanVector):
     def _mean(self, begin: int, end: int, divisor: int) -> None:
         """Replace the slice of every rank's vector by the sum over ranks divided by `divisor`."""
 
+    def _mean_of(self, comm: MPI.Intracomm, array: np.ndarray, divisor: int) -> None:
+        """Replace the array of every rank of `comm`, in host memory, by the sum over ranks divided by `divisor`."""
+        if self.between_nodes and array.nbytes >= SEGMENT_BYTES * comm.size:
+            ring_mean(comm, array, divisor, self._wait)
+            return
+        comm.Allreduce(MPI.IN_PLACE, array)
+        if divisor > 1:
+            np.divide(array, divisor, out=array)
+
     def _wait(self, request: Any) -> None:
         self._backoff.complete(request.Test)
 
     def free(self) -> None:
         """Free the communicator."""
         self._comm.Free()
-
-
-def _mean_by_mpi(comm: MPI.Intracomm, array: np.ndarray, divisor: int) -> None:
-    """Replace every rank's array by the sum over ranks, divided."""
-    comm.Allreduce(MPI.IN_PLACE, array)
-    if divisor > 1:
-        np.divide(array, divisor, out=array)
 
 
 class MpiMean(AgreeingMean):
@@ -170,26 +172,15 @@ class MpiMean(AgreeingMean):
         part, image = self.vector[begin:end], self._image[begin:end]
         if self._image is not self.vector:
             cuda.copy(image, part)
-        self.mean_of(image.numpy(), divisor)
+        self._mean_of(self._comm, image.numpy(), divisor)
         if self._image is not self.vector:
             cuda.copy(part, image)
-
-    def mean_of(self, array: np.ndarray, divisor: int) -> None:
-        """Replace every rank's array, in host memory, by the sum over ranks divided by `divisor`."""
-        _mean_by_mpi(self._comm, array, divisor)
 
 
 class RingMean(MpiMean):
     """Mean around a ring of ranks, in private host memory; of a short slice by MPI's all-reduce."""
 
     between_nodes = True
-
-    def mean_of(self, array: np.ndarray, divisor: int) -> None:
-        """Form the mean around the ring, or by MPI's all-reduce."""
-        if array.nbytes < SEGMENT_BYTES * self.n_ranks:
-            _mean_by_mpi(self._comm, array, divisor)
-        else:
-            ring_mean(self._comm, array, divisor, self._wait)
 
 
 class NodesMean(AgreeingMean):
@@ -216,15 +207,11 @@ class NodesMean(AgreeingMean):
         self._node = node
         self._shared = SharedMean(node, size, dtype, transport, Backoff(node))
         self.vector = self._shared.vector
-        leaders: Any = comm.Split(0 if node.rank == 0 else MPI.UNDEFINED, comm.rank)
-        self._between = None if leaders == MPI.COMM_NULL else RingMean(leaders, 0, dtype, HOST, backoff)
-        if leaders != MPI.COMM_NULL:
-            leaders.Free()
+        self._between: Any = comm.Split(0 if node.rank == 0 else MPI.UNDEFINED, comm.rank)
 
     def _mean(self, begin: int, end: int, divisor: int) -> None:
         def finish(part: torch.Tensor) -> None:
-            assert self._between is not None, "called on the first rank of the node"
-            self._between.mean_of(part.numpy(), divisor)
+            self._mean_of(self._between, part.numpy(), divisor)
 
         self._shared.sum_by(begin, end, finish)
 
@@ -232,8 +219,8 @@ class NodesMean(AgreeingMean):
         """Free the windows and the communicators."""
         self.vector = self.vector.new_empty(0)
         self._shared.free()
-        if self._between is not None:
-            self._between.free()
+        if self._between != MPI.COMM_NULL:
+            self._between.Free()
         self._node.Free()
         super().free()
 
@@ -279,9 +266,7 @@ class SharedMean(MeanVector):
         self._meet(self._arrived)
         self.absent_s += time.perf_counter() - begin_s
         together = agreed(np.array(self._own_counts))
-        self._memory.sync()
         self._mean_part(begin, end, together.n_contributing)
-        self._memory.sync()
         self._meet(self._left)
         self._window.acquire(begin, end)
         return together
@@ -327,7 +312,7 @@ class SharedMean(MeanVector):
 
         No rank can be a turn ahead: no rank arrives again before all have left, nor leaves before all have arrived.
         """
-        self._counters.sync()  # earlier writes of this rank become visible before the counter does
+        self._counters.sync()  # a fence: this rank's writes, to any memory, become visible before the counter does
         counters[self._rank][0] = self._turn
 
         def poll() -> bool:
