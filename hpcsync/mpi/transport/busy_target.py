@@ -9,6 +9,7 @@ from typing import NamedTuple
 from mpi4py import MPI
 
 from hpcsync.mpi.transport.backoff import Backoff
+from hpcsync.mpi.transport.node_topology import on_this_node
 
 
 class Trial(NamedTuple):
@@ -75,7 +76,5 @@ def while_busy(
 
 def farthest(comm: MPI.Intracomm) -> int:
     """Return a rank on another node than rank 0 or, if there is none, the last rank; collective."""
-    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    nodes = comm.allgather(node.bcast(comm.rank))
-    node.Free()
-    return next((rank for rank, it in enumerate(nodes) if it != nodes[0]), comm.size - 1)
+    beside_rank_0 = comm.bcast(on_this_node(comm))
+    return next((rank for rank in range(comm.size) if rank not in beside_rank_0), comm.size - 1)

@@ -112,7 +112,7 @@ def arranged(comm: MPI.Intracomm, cluster: Cluster) -> MPI.Intracomm:
 
 def on_one_node(comm: MPI.Comm) -> bool:
     """Return whether all ranks can share memory; collective."""
-    return bool(comm.allreduce(ranks_here(comm) == comm.size, MPI.LAND))
+    return ranks_here(comm) == comm.size
 
 
 def ranks_here(comm: MPI.Comm) -> int:
