@@ -2,8 +2,9 @@
 
 On one node every rank stores its word there. Between hosts it puts it and continues without waiting for completion. MPI
 may read the source of a put until the next flush, so words are taken from a ring, and a flush is needed only when the
-ring wraps around: one wait in `RING` phases. Open MPI delays a put until the next MPI call, which may be late during a
-computation; a probe therefore follows the put.
+ring wraps around: one wait in `RING` phases. Between two flushes MPI does not order puts: rank 0 may see an earlier
+phase until the next put arrives, which only reports of stragglers would show. Open MPI delays a put until the next MPI
+call, which may be late during a computation; a probe therefore follows the put.
 """
 
 from __future__ import annotations
