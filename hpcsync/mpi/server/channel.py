@@ -213,7 +213,7 @@ class Reader:
         self._inbox = link.inbox(tag, messages.COMMAND)
         self._early: list[CommandRecord] = []  # grants that arrived during `idle`
         self._unread: list[CommandRecord] = []  # grants of weights that are to be read
-        self._word = np.zeros(1, np.int64)
+        self._words = [np.zeros(1, np.int64) for _ in link.shards]  # each is read until its put is complete
         self._reads_at_once = link.hides and len(link.shards) > 1
         self.granted_s = 0.0
 
@@ -303,6 +303,7 @@ class Reader:
             link.tensors.get(into[server], server, buffer * link.row_size(server))
         for *_, server, _, serial in unread:
             link.tensors.flush(server)
-            self._word[0] = serial
-            link.done.put(self._word, server, self._reader)
+            self._words[server][0] = serial
+            link.done.put(self._words[server], server, self._reader)
+        for *_, server, _, _ in unread:
             link.done.flush(server)
