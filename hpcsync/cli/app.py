@@ -171,7 +171,7 @@ def launch(
 @app.command()
 def watch(
     folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Folder of a run, or of runs: the newest one is shown.")
+        Path, typer.Argument(metavar="DIR", help="Folder of a run, or of runs: the one written last is shown.")
     ] = Path("runs"),
     once: Annotated[bool, typer.Option("--once", help="Show the current status and end.", show_default=False)] = False,
     as_json: Annotated[
@@ -415,7 +415,7 @@ def explain(
     run: TracePath,
     as_json: Annotated[bool, typer.Option("--json", help="Print all numbers as JSON.", show_default=False)] = False,
     simulated: Annotated[
-        bool, typer.Option("--what-if/--no-what-if", help="Simulate the run without stragglers.")
+        bool, typer.Option("--what-if/--no-what-if", help="Simulate the run with other times.")
     ] = True,
     paradigms: Annotated[
         list[str] | None,
