@@ -50,7 +50,7 @@ def start(unneeded: Iterable[torch.Tensor] = ()) -> None:
     global _started
     if _started or "mpi4py.MPI" in sys.modules:
         return
-    _start_tracker()
+    _start_tracker(_choose_folder_of_sockets())
     sys.stdout.flush()
     sys.stderr.flush()
     rank = os.getpid()
@@ -67,16 +67,15 @@ def start(unneeded: Iterable[torch.Tensor] = ()) -> None:
         return pid
 
     forkserver.set_forkserver_preload([])  # Python 3.14 would run the script in it, as "__main__"
-    _choose_folder_of_sockets()
     with _starting_with(fork):
         forkserver.ensure_running()
     _started = True
 
 
-def _choose_folder_of_sockets() -> None:
-    """Let the standard library put its sockets into the folder of the launch, which is removed however a rank ends.
+def _choose_folder_of_sockets() -> str:
+    """Let the standard library put its sockets into the folder of the launch, and return theirs.
 
-    Without one they are in the folder for temporary files, or in /tmp if the path is long.
+    Without that they are in the folder for temporary files, or in /tmp if the path is long.
     """
     before = tempfile.tempdir
     of_launch = Path(os.environ.get(LISTENING, "")).parent
@@ -85,7 +84,7 @@ def _choose_folder_of_sockets() -> None:
     if len(os.fsencode(tempfile.gettempdir())) > LONGEST:
         tempfile.tempdir = "/tmp"
     try:
-        util.get_temp_dir()
+        return util.get_temp_dir()
     finally:
         tempfile.tempdir = before
 
@@ -143,10 +142,25 @@ def _starting_with(launch: Callable[..., int]) -> Iterator[None]:
         util.spawnv_passfds = before
 
 
-def _start_tracker() -> None:
-    """Start the process that removes what killed processes leave behind, and let it do so without a warning."""
+def _start_tracker(folder: str | None = None) -> None:
+    """Start the process that removes what killed processes leave behind, and let it do so without a warning.
+
+    It is in a session of its own: launchers kill the process groups of their ranks.
+
+    Parameters
+    ----------
+    folder
+        Folder that it removes, too; None: none.
+    """
     launch = util.spawnv_passfds
-    with _starting_with(lambda path, given, passed: launch(path, [given[0], "-W", "ignore", *given[1:]], passed)):
+
+    def start(path: Any, given: Sequence[str], passed: Sequence[int]) -> int:
+        code = f"import os; os.setsid(); {given[-1]}"
+        if folder is not None:
+            code += f"; import shutil; shutil.rmtree({folder!r}, True)"
+        return launch(path, [given[0], "-W", "ignore", *given[1:-1], code], passed)
+
+    with _starting_with(start):
         resource_tracker.ensure_running()
 
 
@@ -189,8 +203,11 @@ class _Beginning:
 
     def __call__(self, number: int) -> None:
         parent = multiprocessing.parent_process()
-        if parent is not None and parent.pid != os.getppid():  # forked from the server
-            end_with(os.getppid())
+        if parent is not None:
+            if parent.pid != os.getppid():  # forked from the server
+                end_with(os.getppid())
+            if not parent.is_alive():  # the rank has ended since it started this process, and so has the server
+                os._exit(0)
         if self._then is not None:
             self._then(number)
 
