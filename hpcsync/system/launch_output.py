@@ -62,6 +62,12 @@ KINDS = (
         RULE,
         True,
     ),
+    Kind(  # Open MPI between hosts, of a rank that is ended while the connection to its daemon closes
+        re.compile(rb"\[[\w.-]+:\d+\] \*\*\* An error occurred in Socket closed$"),
+        re.compile(rb"\[[\w.-]+:\d+\] \*\*\* reported by process"),
+        re.compile(rb"\[[\w.-]+:\d+\] \*\*\*    and MPI will try to terminate your MPI job as well\)$"),
+        True,
+    ),
     Kind(  # MPICH
         re.compile(rb"={70,}$"),
         re.compile(rb"=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES"),

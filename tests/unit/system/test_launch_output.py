@@ -15,6 +15,12 @@ from hpcsync.system.launch_output import NoticeFilter, Output, print_at_once, wa
 RULE = b"-" * 74 + b"\n"
 ABORT = RULE + b"MPI_ABORT was invoked on rank 0 in communicator MPI_COMM_WORLD\n  Errorcode: 75\n\nNOTE: ...\n" + RULE
 EXITED = RULE + b"prterun detected that one or more processes exited with non-zero status,\n  Exit code: 2\n" + RULE
+CLOSED = (
+    b"[n2:00000] *** An error occurred in Socket closed\n[n2:00000] *** reported by process [173735937,1]\n"
+    b"[n2:00000] *** on a NULL communicator\n[n2:00000] *** Unknown error\n"
+    b"[n2:00000] *** MPI_ERRORS_ARE_FATAL (processes in this communicator will now abort,\n"
+    b"[n2:00000] ***    and MPI will try to terminate your MPI job as well)\n"
+)
 MPICH = b"Abort(75) on node 0 (rank 0 in comm 0): application called MPI_Abort(MPI_COMM_WORLD, 75) - process 0\n"
 LATER = b"1 more process has sent help message help-mpi-api.txt / mpi-abort\n"
 KILLED = (
@@ -66,6 +72,7 @@ def test_a_part_of_a_line_passes_at_once() -> None:
     [
         (TOLD + ABORT + b"\0" + LATER, False, TOLD),
         (b"Traceback (most recent call last):\n" + MPICH, False, b"Traceback (most recent call last):\n"),
+        (TOLD + CLOSED + b"later\n", False, TOLD + b"later\n"),
         (ABORT, False, ABORT),
         (ABORT + KILLED, True, b""),
         (TOLD + KILLED, False, TOLD + KILLED),
