@@ -58,6 +58,7 @@ KINDS = (
         re.compile(
             rb"MPI_ABORT was invoked|(prterun|mpirun) has exited due to process rank|Primary job  terminated normally"
             rb"|(prterun|mpirun) detected that one or more processes exited with non-zero"
+            rb"|An MPI communication peer process has unexpectedly disconnected"
         ),
         RULE,
         True,

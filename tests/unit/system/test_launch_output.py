@@ -21,6 +21,7 @@ CLOSED = (
     b"[n2:00000] *** MPI_ERRORS_ARE_FATAL (processes in this communicator will now abort,\n"
     b"[n2:00000] ***    and MPI will try to terminate your MPI job as well)\n"
 )
+LOST = RULE + b"An MPI communication peer process has unexpectedly disconnected.  This\nusually ...\n" + RULE
 MPICH = b"Abort(75) on node 0 (rank 0 in comm 0): application called MPI_Abort(MPI_COMM_WORLD, 75) - process 0\n"
 LATER = b"1 more process has sent help message help-mpi-api.txt / mpi-abort\n"
 KILLED = (
@@ -72,7 +73,7 @@ def test_a_part_of_a_line_passes_at_once() -> None:
     [
         (TOLD + ABORT + b"\0" + LATER, False, TOLD),
         (b"Traceback (most recent call last):\n" + MPICH, False, b"Traceback (most recent call last):\n"),
-        (TOLD + CLOSED + b"later\n", False, TOLD + b"later\n"),
+        (TOLD + LOST + CLOSED + b"later\n", False, TOLD + b"later\n"),
         (ABORT, False, ABORT),
         (ABORT + KILLED, True, b""),
         (TOLD + KILLED, False, TOLD + KILLED),
