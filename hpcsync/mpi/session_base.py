@@ -490,7 +490,11 @@ class RankSession(Session):
             launch_output.print_at_once(f"hpcsync: rank {self.rank} failed:\n{trace}")
         with contextlib.suppress(RankFailed, MPI.Exception):  # rank 0 itself may have died
             self._report_failure()
-        time.sleep(FAREWELL_S)
+        end_s = time.monotonic() + FAREWELL_S
+        while time.monotonic() < end_s:  # between hosts MPICH sends the report only during calls of this rank
+            with contextlib.suppress(MPI.Exception):
+                self._comm.Iprobe()
+            time.sleep(FAREWELL_S / 300)
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         _within.session = self._outer

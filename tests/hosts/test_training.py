@@ -61,6 +61,20 @@ name = "tests.mpi.network:convolutional"
 batch_size = 32
 options = {{hidden = 20_000}}
 """
+FAILING = """
+import torch
+import hpcsync
+
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with hpcsync.connect(model, optimizer, "{paradigm}", out="out") as sync:
+    for n, (x,) in enumerate(sync.shard(torch.utils.data.TensorDataset(torch.ones(400, 1)), 1, epochs=None)):
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        sync.step()
+        if sync.rank == 2 and n == 20:
+            raise ValueError
+"""
 FC_BYTES = 8 * 800_003
 UPDATES = 120  # so many that what a run begins with is a small part
 WIRE_S = 0.3  # a push and a read of 4 MB each at 1 Gbit/s for two workers at once take half of it
@@ -158,6 +172,17 @@ def test_a_peer_that_computes_is_read_meanwhile(hosts: Hosts, tmp_path: Path) ->
     print(f"{trace.attributes['progression']}: reads took {np.sort(exchanges['comm_s'])} s")
     assert np.median(exchanges["comm_s"]) < WIRE_S
     assert exchanges["comm_s"].max() < 0.9
+
+
+@pytest.mark.parametrize("paradigm", ["asp", "allreduce"])
+def test_rank_0_hears_of_a_rank_that_fails(hosts: Hosts, tmp_path: Path, paradigm: str) -> None:
+    """Also where what a rank sends needs calls of that rank, which then does nothing else."""
+    (tmp_path / "failing.py").write_text(FAILING.format(paradigm=paradigm))
+    line = [*hosts.mpiexec([1, 2, 3]), "-n", "3", sys.executable, "failing.py"]
+    result = hosts.run(line, tmp_path, environ(**launcher.environment({"MPIEXEC": shlex.join(line)})))
+    assert result.returncode != 0
+    assert "hpcsync: failed: rank 2 failed; the trace so far is out/trace.h5" in result.stderr, result.stderr
+    assert load(tmp_path / "out" / "trace.h5").status == "failed"
 
 
 @pytest.mark.once
