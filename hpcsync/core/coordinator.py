@@ -384,6 +384,11 @@ class Coordinator(RunCounts):
         return self._progress.pushes
 
     @property
+    def iters(self) -> Sequence[int]:
+        """Iterations of each worker by which leads are counted: a join raises them to those of the slowest."""
+        return self._progress.iters
+
+    @property
     def trained_by(self) -> list[int]:
         """Workers that took part when the current version was made, or joined since, and have pushed."""
         return [worker for worker in sorted(self.active | self._left_since) if self.done[worker]]

@@ -232,6 +232,11 @@ class PeerCoordinator(RunCounts):
         self._round: dict[int, list[StepInfo]] = {}  # common iterations: step infos
 
     @property
+    def iters(self) -> list[int]:
+        """Iterations of each worker by which leads are counted."""
+        return self.done
+
+    @property
     def computing(self) -> set[int]:
         """Active workers that are not blocked: all of them, since they wait for no answer."""
         return self.active

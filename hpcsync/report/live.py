@@ -305,7 +305,12 @@ class RowTally:
 
 
 def columns(
-    tally: RowTally, hosts: Sequence[str], phases: Sequence[int], done: Sequence[int], active: Container[int]
+    tally: RowTally,
+    hosts: Sequence[str],
+    phases: Sequence[int],
+    done: Sequence[int],
+    iters: Sequence[int],
+    active: Container[int],
 ) -> Workers:
     """Return the columns of all workers.
 
@@ -317,18 +322,20 @@ def columns(
         Host and phase of each worker; the last workers may be missing, if a run has resumed with fewer ranks.
     done
         Number of ended iterations of each worker.
+    iters
+        Iterations of each worker by which leads are counted: those of a worker that has joined include what it missed.
     active
         Workers that take part: the others have left or died.
     """
     missing = len(done) - len(hosts)
     hosts, phases = [*hosts, *[""] * missing], [*phases, *[Phase.UNKNOWN] * missing]
-    least = min((n for worker, n in enumerate(done) if worker in active), default=0)
+    least = min((n for worker, n in enumerate(iters) if worker in active), default=0)
     parts: dict[str, Any] = {part: _rounded(row) for part, row in zip(PARTS, tally.shares, strict=True)}
     return Workers.model_construct(  # not checked: of a thousand workers that takes as long as all else
         host=tuple(hosts),
         state=tally.states(phases, done, active),
         iteration=tuple(done),
-        lead=tuple(n - least if worker in active else None for worker, n in enumerate(done)),
+        lead=tuple(n - least if worker in active else None for worker, n in enumerate(iters)),
         staleness=_rounded(tally.staleness),
         **parts,
     )

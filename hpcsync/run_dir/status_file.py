@@ -47,6 +47,10 @@ class Run(Protocol):
     def done(self) -> Sequence[int]:
         """Iterations that each worker has ended."""
 
+    @property
+    def iters(self) -> Sequence[int]:
+        """Iterations of each worker by which leads are counted."""
+
 
 class _Snapshot(NamedTuple):
     """What the training thread copies."""
@@ -57,6 +61,7 @@ class _Snapshot(NamedTuple):
     loss: float
     accuracy: float
     done: list[int]
+    iters: list[int]
     active: set[int]
     phases: Sequence[int]
 
@@ -128,7 +133,7 @@ class StatusWriter:
         phases = [0] * len(self._hosts) if ended else self._phases()
         moment = Moment(clock_s, now_s, run.samples, share)
         counts = run.version, run.last_loss, run.last_accuracy
-        return _Snapshot(status, moment, *counts, [*run.done], {*run.active}, phases)
+        return _Snapshot(status, moment, *counts, [*run.done], [*run.iters], {*run.active}, phases)
 
     def _hand_over(self, snapshot: _Snapshot, *, ended: bool = False) -> None:
         with self._changed:
@@ -174,7 +179,7 @@ class StatusWriter:
             decisions=tally.decisions,
             stalls=tally.stalls,
             not_finite=tally.not_finite,
-            workers=live.columns(tally, self._hosts, snapshot.phases, snapshot.done, snapshot.active),
+            workers=live.columns(tally, self._hosts, snapshot.phases, snapshot.done, snapshot.iters, snapshot.active),
         )
 
     def _replace(self, text: str) -> None:

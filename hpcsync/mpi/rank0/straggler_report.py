@@ -98,10 +98,10 @@ class StragglerReport:
             yield f"hpcsync: likewise {len(stalls) - MANY} more workers"
         slow = [stall.worker for stall in stalls if not stall.ended]
         if slow:
-            done = self._run.done
-            least = min(done[worker] for worker in slow)
+            iters = self._run.iters
+            least = min(iters[worker] for worker in slow)
             waits = [
-                f"worker {w} for {now_s - blocked[w]:.1f} s" + _ahead(done[w] - least) for w in sorted(blocked)[:MANY]
+                f"worker {w} for {now_s - blocked[w]:.1f} s" + _ahead(iters[w] - least) for w in sorted(blocked)[:MANY]
             ]
             waits += [f"{len(blocked) - MANY} more"] * (len(blocked) > MANY)
             yield f"hpcsync:   blocked: {', '.join(waits) or 'none'}; {self._bound}"

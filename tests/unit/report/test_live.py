@@ -64,21 +64,24 @@ def test_without_servers_there_is_no_staleness():
     trace = record_peers("pull")
     tally = tally_of(trace)
     np.testing.assert_allclose(tally.shares[1], [each.compute_share for each in summarize(trace).workers], rtol=1e-12)
-    workers = columns(tally, ["n"] * trace.n_workers, [0] * trace.n_workers, [1] * trace.n_workers, {0})
+    workers = columns(
+        tally, ["n"] * trace.n_workers, [0] * trace.n_workers, [1] * trace.n_workers, [1] * trace.n_workers, {0}
+    )
     assert all(math.isnan(value) for value in workers.staleness)
 
 
 def test_leads_are_over_the_slowest_that_is_left():
     trace = record("asp", leave={1: 2})
-    workers = columns(tally_of(trace), ["n"] * 3, [Phase.COMPUTING] * 3, [9, 2, 5], {0, 2})
+    workers = columns(tally_of(trace), ["n"] * 3, [Phase.COMPUTING] * 3, [9, 2, 5], [9, 2, 5], {0, 2})
     assert workers.state == ("computing", "left", "computing")
     assert workers.lead == (4, None, 0)
-    everyone = columns(tally_of(trace), ["n"] * 3, [Phase.COMPUTING] * 3, [9, 2, 5], {0, 1, 2})
-    assert everyone.lead == (7, 0, 3), "joined again"
+    everyone = columns(tally_of(trace), ["n"] * 3, [Phase.COMPUTING] * 3, [9, 2, 5], [9, 5, 5], {0, 1, 2})
+    assert everyone.lead == (4, 0, 0), "joined again, and counts as far as the slowest"
+    assert everyone.iteration == (9, 2, 5)
 
 
 def test_a_worker_without_a_rank_is_unknown():
-    workers = columns(tally_of(record("asp")), ["n"] * 2, [Phase.COMPUTING] * 2, [9, 2, 5], {0, 1, 2})
+    workers = columns(tally_of(record("asp")), ["n"] * 2, [Phase.COMPUTING] * 2, [9, 2, 5], [9, 2, 5], {0, 1, 2})
     assert (workers.host[2], workers.state[2], workers.iteration[2]) == ("", "unknown", 5)
 
 
@@ -188,7 +191,7 @@ def test_without_progress_without_limits_or_at_the_begin_no_time_is_known(shares
 def status(n_workers=3, **values):
     done = [100 + w for w in range(n_workers)]
     hosts, phases = ["a" * 30, *["b"] * (n_workers - 1)], [Phase.COMPUTING] * n_workers
-    workers = columns(RowTally(n_workers), hosts, phases, done, range(n_workers))
+    workers = columns(RowTally(n_workers), hosts, phases, done, done, range(n_workers))
     settings = {
         "version": VERSION,
         "name": "digits",

@@ -22,6 +22,7 @@ from tests.unit.report.test_live import status as a_status
 
 class Run:
     version, samples, last_loss, last_accuracy, done = 0, 0, 0.5, float("nan"), (3, 4)
+    iters = (4, 4)  # worker 0 was away
     active = frozenset({0, 1})
 
 
@@ -53,7 +54,8 @@ def test_it_is_written_every_second_and_at_the_end(tmp_path):
     run = Run()
     status, clock = writer(tmp_path, run)
     status.offer(0.0)
-    assert await_samples(tmp_path, 0).workers.state == ("computing", "waiting")
+    workers = await_samples(tmp_path, 0).workers
+    assert (workers.state, workers.iteration, workers.lead) == (("computing", "waiting"), (3, 4), (0, 0))
     run.samples = 8
     status.offer(0.5)  # too early
     clock.now_s = 1.1

@@ -20,7 +20,7 @@ def lines(phases: list[Phase], until_s: float, capsys: pytest.CaptureFixture[str
             detector.began(worker, iteration + 1, 0.1 * iteration)
             detector.ended(worker, 0.1 * (iteration + 1))
         detector.began(worker, KNOWN + 1, 0.1 * KNOWN)
-    run: Any = SimpleNamespace(stalls=detector, blocked=None, done=[KNOWN] * len(phases))
+    run: Any = SimpleNamespace(stalls=detector, blocked=None, iters=[KNOWN] * len(phases))
     states: Any = SimpleNamespace(seen=lambda: [(KNOWN, phase) for phase in phases])
     trace: Any = SimpleNamespace(append=lambda table, row: stalls.append(row[1]), flush=lambda: None)
     report = StragglerReport(run, states, trace, [(rank, "n1") for rank in range(len(phases))], "all wait for all")
