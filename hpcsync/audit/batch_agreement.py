@@ -151,17 +151,19 @@ def sizes_follow(agreed: AgreedSizes) -> Check:
 def sizes_are_agreed_on_when_due(agreed: AgreedSizes) -> Check:
     """Check when sizes are agreed on.
 
-    An allocation is due at most once per interval, and after the first iteration that lacks a worker; it is recorded
-    before the next iteration is.
+    An allocation is due at most once per interval, and after the first iteration that lacks a worker. It is made after
+    all have computed that iteration, and recorded before the next one is.
     """
     run, allocations = agreed.run, agreed.allocations
     reported_s = np.full(agreed.last + 2, np.inf)
     np.minimum.at(reported_s, run.count, run.steps["now_s"])
+    computed_s = np.full(agreed.last + 1, -np.inf)
+    np.maximum.at(computed_s, run.count, run.steps["end_s"] - run.uncertain_s)
     wrong, missed = [], {worker for worker in range(run.n_workers) if run.made[worker] + 1 < agreed.last}
     iteration, again, departed = 0, False, False
     for allocation in allocations:
         departed = allocation.for_a_departure or (departed and allocation.iteration == iteration)
-        wrong.append(_not_due(agreed, allocation, departed, reported_s))
+        wrong.append(_not_due(agreed, allocation, departed, computed_s, reported_s))
         if allocation.iteration < iteration or (again and allocation.iteration == iteration):
             wrong[-1] = wrong[-1] or f"it follows an allocation of iteration {iteration}"
         iteration, again = allocation.iteration, not allocation.for_a_departure
@@ -174,12 +176,14 @@ def sizes_are_agreed_on_when_due(agreed: AgreedSizes) -> Check:
     )
 
 
-def _not_due(agreed: AgreedSizes, allocation: Allocation, departed: bool, reported_s: Rows) -> str:
+def _not_due(agreed: AgreedSizes, allocation: Allocation, departed: bool, computed_s: Rows, reported_s: Rows) -> str:
     run, iteration = agreed.run, allocation.iteration
     if iteration > agreed.last:
         return f"it names iteration {iteration:,}, the last one is {agreed.last:,}"
     if (allocation.rows["now_s"] > reported_s[iteration + 1] + SAME_TIME_S).any():
         return f"it was made at {allocation.rows['now_s'].max()} s, but used before {reported_s[iteration + 1]} s"
+    if (allocation.rows["now_s"] < computed_s[iteration]).any():
+        return f"it was made at {allocation.rows['now_s'].min()} s, before all had ended at {computed_s[iteration]} s"
     if allocation.for_a_departure:
         if len(allocation.without) != 1:
             return f"{len(allocation.without)} workers have left, it must be for one"

@@ -607,6 +607,9 @@ def test_sizes_are_agreed_on_when_due(shared):
     late = shared.tables["decisions"].copy()
     late["now_s"][rows_of(shared, 4)] += 100.0
     assert failing(with_rows(shared, "decisions", late)) == {DUE}
+    early = shared.tables["decisions"].copy()
+    early["now_s"][rows_of(shared, 4)] *= 0.9
+    assert failing(with_rows(shared, "decisions", early)) == {DUE}
     last = shared.tables["decisions"].copy()
     last["iteration"][rows_of(shared, 14)] = shared.tables["exchanges"]["iteration"].max()
     assert failing(with_rows(shared, "decisions", last)) == {SIZES, DUE}
@@ -628,7 +631,9 @@ def test_sizes_are_agreed_on_for_one_departure_or_for_none(shared, iteration, ga
 def test_sizes_are_agreed_on_once(shared):
     changed = with_settings(shared, interval=2)
     first, last = (shared.tables["decisions"][rows_of(shared, iteration)] for iteration in (4, 14))
-    for iteration, now_s in ((2, 0.0), (4, first["now_s"])):
+    steps = shared.tables["exchanges"]
+    second_s = steps["now_s"][steps["iteration"] == 2].max()
+    for iteration, now_s in ((2, second_s), (4, first["now_s"])):
         again = first.copy()
         again["iteration"], again["now_s"] = iteration, now_s
         twice = with_rows(changed, "decisions", np.concatenate([first, again, last]))
