@@ -235,8 +235,8 @@ def _batch_sizes(trace: Trace) -> set[int]:
 def columns_in_step(steps: Rows, batch_size: int) -> Columns:
     """Return the durations of one worker's iterations that end with an exchange, from /exchanges.
 
-    Computations are scaled to `batch_size` samples; the exchange is in `comm_s`, and in no other column. What a worker
-    did between two iterations, such as the step of its optimizer, counts as loading of the second one.
+    Loading and computation are scaled to `batch_size` samples; the exchange is in `comm_s`, and in no other column.
+    What a worker did between two iterations, such as the step of its optimizer, is added to the second one as it is.
     """
     steps = steps[steps["batch_size"] > 0]
     steps = steps[np.argsort(steps["iteration"], kind="stable")]
@@ -246,7 +246,7 @@ def columns_in_step(steps: Rows, batch_size: int) -> Columns:
         ended_s = (steps["end_s"] + steps["wait_s"] + steps["comm_s"])[:-1]
         follows = np.diff(steps["iteration"]) == 1
         between_s[1:] = np.where(follows, np.maximum(steps["begin_s"][1:] - ended_s, 0.0), 0.0)
-    compute_s = between_s + steps["load_s"] + steps["compute_s"] * batch_size / steps["batch_size"]
+    compute_s = between_s + (steps["load_s"] + steps["compute_s"]) * batch_size / steps["batch_size"]
     return Columns(compute_s, zeros, zeros, steps["comm_s"], ones, ones.astype(bool))
 
 

@@ -179,6 +179,15 @@ def test_a_simulation_with_times_from_a_recording_uses_its_link(tmp_path):
             assert trace.tables["updates"]["now_s"][-1] == pytest.approx(N * (1.0 + bytes_s + 6 * 0.01), rel=0.05)
 
 
+def test_a_simulation_with_other_batches_scales_loading_and_computation(tmp_path):
+    written(tmp_path, FAST, [step._replace(load_s=0.3, compute_s=0.7) for step in SLOW])
+    for batch_size, seconds in ((8, 1.0 + 0.1), (16, 2.0 + 0.1)):
+        workload, cluster = {"name": "timing", "batch_size": batch_size}, {"times_from": str(tmp_path / "run")}
+        job = timing_job(stop={"updates": N}, workload=workload, cluster=cluster, paradigm={"name": "allreduce"})
+        trace = simulate(job, tmp_path / f"{batch_size}.h5")
+        assert trace.tables["updates"]["now_s"][-1] == pytest.approx(N * seconds)
+
+
 def test_steps_that_not_all_made_are_left_out_and_counted(tmp_path, capsys):
     trace = written(tmp_path, FAST, SLOW[:-3])
     assert len(trace.tables["updates"]) == N - 3
