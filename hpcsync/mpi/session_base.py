@@ -494,7 +494,7 @@ class RankSession(Session):
         while time.monotonic() < end_s:  # between hosts MPICH sends the report only during calls of this rank
             with contextlib.suppress(MPI.Exception):
                 self._comm.Iprobe()
-            time.sleep(FAREWELL_S / 300)
+            time.sleep(0.01)
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         _within.session = self._outer

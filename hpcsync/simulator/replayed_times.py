@@ -260,8 +260,8 @@ def columns_of(pushes: Rows, grants: Rows, batch_size: int) -> Columns:
     """Return the durations of one worker's iterations from its pushes and grants.
 
     Only the leading iterations 1, 2, ... that have both rows are used: a killed run lacks rows at its end. The first
-    iteration needs no grant; it counts from the start of the run. Computations are scaled to whole iterations of
-    `batch_size` samples.
+    iteration needs no grant; it counts from the start of the run. Loading and computation are scaled to whole
+    iterations of `batch_size` samples.
     """
     pushes = pushes[np.argsort(pushes["iteration"])]
     granted_s = dict(zip(grants["iteration"].tolist(), grants["now_s"].tolist(), strict=True))

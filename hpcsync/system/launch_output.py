@@ -1,7 +1,8 @@
 """Output of a launch, without redundant notices of the MPI launcher and library about its end.
 
 A notice is buffered until the launch has ended. It is dropped if it adds nothing: that a rank ended the job on purpose,
-if a rank has printed the reason; or that ranks were ended, if hpcsync ended them.
+or that others lost the connection to it, if a rank has printed the reason; or that ranks were ended, if hpcsync ended
+them.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Notice(NamedTuple):
     text
         Its lines.
     on_purpose
-        True if a rank has aborted the job or ended with a status; False if it ended otherwise, such as by a signal.
+        True if a rank has aborted the job, ended with a status, or disconnected; False if it ended otherwise, such as
+        by a signal.
     """
 
     text: bytes
@@ -63,12 +65,6 @@ KINDS = (
         RULE,
         True,
     ),
-    Kind(  # Open MPI between hosts, of a rank that is ended while the connection to its daemon closes
-        re.compile(rb"\[[\w.-]+:\d+\] \*\*\* An error occurred in Socket closed$"),
-        re.compile(rb"\[[\w.-]+:\d+\] \*\*\* reported by process"),
-        re.compile(rb"\[[\w.-]+:\d+\] \*\*\*    and MPI will try to terminate your MPI job as well\)$"),
-        True,
-    ),
     Kind(  # MPICH
         re.compile(rb"={70,}$"),
         re.compile(rb"=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES"),
@@ -79,6 +75,10 @@ KINDS = (
 ABORTED = re.compile(  # MPICH; Open MPI, of ranks that abort after the first, some seconds later
     rb"Abort\(-?\d+\) on node \d+ .*application called MPI_Abort|\d+ more process.* help-mpi-api\.txt / mpi-abort$"
 )
+# Open MPI between hosts, of a rank that is ended while the connection to its daemon closes: six lines with one
+# beginning, between which other ranks may print theirs.
+CLOSED = re.compile(rb"(\[[\w.-]+:\d+\] \*\*\* )An error occurred in Socket closed$")
+MAYBE_CLOSED = re.compile(rb"\[[\w.-]*(:\d*)?$|\[[\w.-]+:\d+\]")
 IN_A_LINE = re.compile(rb"(hpcsync: .*[^-])(-{70,}\n)$")  # Open MPI's notice before the end of a rank's line is written
 NOISE = re.compile(rb"\[warn\] Epoll ")  # Open MPI's launcher, while it ends
 EXPLANATIONS = (b"hpcsync: ", b"Traceback (most recent call last)")
@@ -105,6 +105,7 @@ class NoticeFilter:
         self.in_line = False
         self._block: list[bytes] = []  # lines that are, or may be, the beginning of a notice
         self._kind: Kind | None = None  # kind of notice that the block's first line begins
+        self._closed: set[bytes] = set()  # beginnings of the lines of ranks whose connection closed
         self._lacks_end = False  # True if the end of a rank's line follows the notice that interrupts it
 
     def feed(self, data: bytes) -> bytes:
@@ -125,7 +126,8 @@ class NoticeFilter:
         line, self._line = self._line + part, b""
         if ends:
             return self._whole(line)
-        if self._block or any(line.startswith(b) or b.startswith(line) for b in TO_BE_READ_WHOLE):
+        resembles = any(line.startswith(b) or b.startswith(line) for b in TO_BE_READ_WHOLE)
+        if self._block or resembles or MAYBE_CLOSED.match(line):
             self._line = line
             return b""
         self.in_line = True
@@ -146,9 +148,11 @@ class NoticeFilter:
             return self._released()
         released = self._released()
         self._kind = next((kind for kind in KINDS if kind.first.match(line.rstrip())), None)
+        if closed := CLOSED.match(line.rstrip()):
+            self._closed.add(closed[1])
         if self._kind is not None:
             self._block = [line]
-        elif ABORTED.match(line):
+        elif ABORTED.match(line) or line.startswith(tuple(self._closed)):
             self.notices.append(Notice(line, True))
         elif not NOISE.match(line):
             return released + self._passed(line)

@@ -145,7 +145,8 @@ def _starting_with(launch: Callable[..., int]) -> Iterator[None]:
 def _start_tracker(folder: str | None = None) -> None:
     """Start the process that removes what killed processes leave behind, and let it do so without a warning.
 
-    It is in a session of its own: launchers kill the process groups of their ranks.
+    It is in a session of its own: launchers kill the process groups of their ranks. Nothing is done if a script has
+    started one.
 
     Parameters
     ----------
@@ -157,7 +158,7 @@ def _start_tracker(folder: str | None = None) -> None:
     def start(path: Any, given: Sequence[str], passed: Sequence[int]) -> int:
         code = f"import os; os.setsid(); {given[-1]}"
         if folder is not None:
-            code += f"; import shutil; shutil.rmtree({folder!r}, True)"
+            code = f"import atexit, shutil; atexit.register(shutil.rmtree, {folder!r}, True); {code}"
         return launch(path, [given[0], "-W", "ignore", *given[1:-1], code], passed)
 
     with _starting_with(start):

@@ -174,6 +174,7 @@ def test_a_peer_that_computes_is_read_meanwhile(hosts: Hosts, tmp_path: Path) ->
     assert exchanges["comm_s"].max() < 0.9
 
 
+@PAUSES
 @pytest.mark.parametrize("paradigm", ["asp", "allreduce"])
 def test_rank_0_hears_of_a_rank_that_fails(hosts: Hosts, tmp_path: Path, paradigm: str) -> None:
     """Also where what a rank sends needs calls of that rank, which then does nothing else."""

@@ -96,7 +96,7 @@ class GatheredMean(CompressedMean):
         own = int(begins[self._comm.rank])
         cuda.copy(self._image[own : own + len(self._payload)], self._payload)
         if self.n_ranks > 1:
-            words = self._image.numpy().view(np.int64)  # MPI counts up to 2^31: in octets, payloads of 2 GiB together
+            words = self._image.numpy().view(np.int64)  # counts have 32 bits: those of octets would end at 2 GiB
             self._comm.Allgatherv(MPI.IN_PLACE, [words, rooms // words.itemsize, begins // words.itemsize, MPI.INT64_T])
         here = self._image[:end].to(self.vector.device)
         parts = zip(begins.tolist(), sizes.tolist(), strict=True)
@@ -134,8 +134,8 @@ class FactorsMean(CompressedMean):
         if not contributing and isinstance(codec, ErrorFeedback):
             codec = codec.codec
         left, right = self._means
-        lefts = _mean_of(left, codec.left_factors(vector), own_counts)
-        codec.product(_mean_of(right, codec.right_factors(lefts), own_counts), vector)
+        lefts = _mean_of_factors(left, codec.left_factors(vector), own_counts)
+        codec.product(_mean_of_factors(right, codec.right_factors(lefts), own_counts), vector)
         written(self.vector)
 
     def free(self) -> None:
@@ -145,7 +145,7 @@ class FactorsMean(CompressedMean):
         super().free()
 
 
-def _mean_of(mean: MeanVector, factors: Array, own_counts: StepCounts) -> Array:
+def _mean_of_factors(mean: MeanVector, factors: Array, own_counts: StepCounts) -> Array:
     """Return the mean of each rank's factors, which may be empty."""
     n = len(factors)
     mean.vector[:n].copy_(as_tensor(factors))

@@ -168,7 +168,9 @@ class ServerChannel:
 
     def say(self, kind: int) -> None:
         """Notify server 0 that this rank has failed, or has saved its part of a checkpoint."""
-        self.infos.send(0, (kind, *PushInfo(math.nan, self.comm.rank)[1:]))
+        failed = kind == messages.InfoKind.FAILED  # and then it must not wait for earlier messages
+        outbox = self.outbox(messages.TAG_INFO, messages.PUSH_INFO) if failed else self.infos
+        outbox.send(0, (kind, *PushInfo(math.nan, self.comm.rank)[1:]))
 
     def free(self) -> None:
         """Free windows, inboxes, outboxes and the communicator; collective, and harmless when repeated."""
@@ -213,7 +215,7 @@ class Reader:
         self._inbox = link.inbox(tag, messages.COMMAND)
         self._early: list[CommandRecord] = []  # grants that arrived during `idle`
         self._unread: list[CommandRecord] = []  # grants of weights that are to be read
-        self._words = [np.zeros(1, np.int64) for _ in link.shards]  # each is read until its put is complete
+        self._words = [np.zeros(1, np.int64) for _ in link.shards]  # MPI may read each until its put is complete
         self._reads_at_once = link.hides and len(link.shards) > 1
         self.granted_s = 0.0
 

@@ -21,6 +21,8 @@ CLOSED = (
     b"[n2:00000] *** MPI_ERRORS_ARE_FATAL (processes in this communicator will now abort,\n"
     b"[n2:00000] ***    and MPI will try to terminate your MPI job as well)\n"
 )
+OTHERS = CLOSED.replace(b"n2", b"n3")
+MIXED = b"".join(map(b"".join, zip(CLOSED.splitlines(True), OTHERS.splitlines(True), strict=True)))
 LOST = RULE + b"An MPI communication peer process has unexpectedly disconnected.  This\nusually ...\n" + RULE
 MPICH = b"Abort(75) on node 0 (rank 0 in comm 0): application called MPI_Abort(MPI_COMM_WORLD, 75) - process 0\n"
 LATER = b"1 more process has sent help message help-mpi-api.txt / mpi-abort\n"
@@ -50,8 +52,25 @@ def test_a_notice_within_a_line_of_a_rank(size: int) -> None:
     assert [notice.text for notice in found.notices] == [ABORT]
 
 
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_lines_of_other_ranks_between_those_of_a_notice_pass(size: int) -> None:
+    lines = MIXED.splitlines(True)
+    text, found = b"".join([*lines[:5], TOLD, *lines[5:], LOST, b"later\n"]), NoticeFilter()
+    passed = b"".join(found.feed(text[i : i + size]) for i in range(0, len(text), size)) + found.end()
+    assert passed == TOLD + b"later\n"
+    assert b"".join(notice.text for notice in found.notices) == MIXED + LOST
+    assert found.explained
+
+
 @pytest.mark.parametrize(
-    "text", [b"  1.0 s\r  2.0 s", RULE + b"a table\n" + RULE + RULE + b"another\n" + RULE, b"a\0b\n", b"Abort(no)\n"]
+    "text",
+    [
+        b"  1.0 s\r  2.0 s",
+        RULE + b"a table\n" + RULE + RULE + b"another\n" + RULE,
+        b"a\0b\n",
+        b"Abort(no)\n",
+        CLOSED.partition(b"\n")[2],  # of another error
+    ],
 )
 def test_text_that_resembles_a_notice_passes(text: bytes) -> None:
     found = NoticeFilter()
@@ -60,6 +79,7 @@ def test_text_that_resembles_a_notice_passes(text: bytes) -> None:
 
 def test_a_part_of_a_line_passes_at_once() -> None:
     found = NoticeFilter()
+    assert [found.feed(part) for part in (b"[##", b"  ]\n")] == [b"[##", b"  ]\n"]
     assert [found.feed(part) for part in (b"  1.0 s", b"\r  2.0 s", b" samples\n-", b"-\n")] == [
         b"  1.0 s",
         b"\r  2.0 s",
