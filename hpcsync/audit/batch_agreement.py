@@ -183,8 +183,8 @@ def _not_due(agreed: AgreedSizes, allocation: Allocation, departed: bool, comput
     if (allocation.rows["now_s"] > reported_s[iteration + 1] + SAME_TIME_S).any():
         return f"it was made at {allocation.rows['now_s'].max()} s, but used before {reported_s[iteration + 1]} s"
     if (allocation.rows["now_s"] < computed_s[iteration]).any():
-        made_s = allocation.rows["now_s"].min()
-        return f"it was made at {made_s} s, but iteration {iteration} was computed by {computed_s[iteration]} s"
+        made_s, since_s = allocation.rows["now_s"].min(), computed_s[iteration]
+        return f"it was made at {made_s} s, but all had computed iteration {iteration} only at {since_s} s"
     if allocation.for_a_departure:
         if len(allocation.without) != 1:
             return f"{len(allocation.without)} workers have left, it must be for one"

@@ -73,9 +73,9 @@ def start(unneeded: Iterable[torch.Tensor] = ()) -> None:
 
 
 def _choose_folder_of_sockets() -> str:
-    """Let the standard library put its sockets into the folder of the launch, and return theirs.
+    """Choose the folder in which the standard library creates its own one for sockets, and return the path of that.
 
-    Without that they are in the folder for temporary files, or in /tmp if the path is long.
+    It is the folder of the launch, else the one for temporary files, or /tmp if the path is long.
     """
     before = tempfile.tempdir
     of_launch = Path(os.environ.get(LISTENING, "")).parent
