@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from hpcsync.core.coordinator import Coordinator
 from hpcsync.core.peer_coordinator import PeerCoordinator
-from hpcsync.core.straggler_detector import LOOK_S, Straggler
+from hpcsync.core.straggler_detector import AWAY_S, LOOK_S, Straggler
 from hpcsync.mpi.transport.worker_state import WorkerStates
 from hpcsync.trace.schema import Phase
 from hpcsync.trace.writer import TraceWriter
 
 MANY = 8  # at most so many workers are listed
+LONG_S = 60.0  # a transfer of this length is reported as long as the worker's iterations have no deadline
 NAMES = {int(phase): phase.name.lower() for phase in Phase}
 
 
@@ -47,18 +49,19 @@ class StragglerReport:
         self._places = places
         self._bound = bound
         self._looked_s = 0.0
-        self._waiting: dict[int, tuple[int, float]] = {}  # by worker: its iteration, and since when it was seen waiting
+        self._entered: list[tuple[tuple[int, int], float]] = []  # of each worker: iteration, phase, and since when
 
     def look(self, now_s: float) -> None:
         """Report stragglers, if `LOOK_S` seconds have passed since the previous call that did."""
         if now_s - self._looked_s < LOOK_S:
             return
-        self._looked_s = now_s
+        before_s, self._looked_s = self._looked_s, now_s
         iterations, phases = self.seen()
+        self._see(now_s, [*zip(iterations, phases, strict=True)])
         blocked = self._run.blocked
         if blocked is None:  # without servers, where phases tell
             running = self._run.stalls.running
-            blocked = self._see_waiting(now_s, {w: iterations[w] for w in running if phases[w] == Phase.WAITING})
+            blocked = {w: self._entered[w][1] for w in running if phases[w] == Phase.WAITING}
             if len(blocked) == len(running):  # those ahead wait for those behind; without these the communication hangs
                 least = min((iterations[w] for w in running), default=0)
                 blocked = {w: since_s for w, since_s in blocked.items() if iterations[w] > least}
@@ -69,6 +72,11 @@ class StragglerReport:
                 self._record(now_s, stall, phases[stall.worker], len(blocked))
             self._trace.flush()  # a run that stalls is often killed
             print("\n".join(self._report(now_s, stalls, phases, blocked)), file=sys.stderr, flush=True)
+        if now_s - before_s <= AWAY_S and (long := self._long_transfers(now_s, before_s, blocked)):
+            places = [self._place(worker, NAMES[phases[worker]]) for worker in long[:MANY]]
+            places += [f"{len(long) - MANY} more workers"] * (len(long) > MANY)
+            line = f"transfers have lasted {LONG_S:.0f} s: {', '.join(places)}; a connection may be blocked"
+            print(f"hpcsync: {line}", file=sys.stderr, flush=True)
 
     def seen(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return iteration and phase of every worker."""
@@ -76,13 +84,22 @@ class StragglerReport:
         iterations, phases = zip(*(seen[rank] for rank, _ in self._places), strict=True)
         return iterations, phases
 
-    def _see_waiting(self, now_s: float, iterations: Mapping[int, int]) -> dict[int, float]:
-        """Return since when these workers have waited, given the iteration that each has ended."""
-        before, self._waiting = self._waiting, {}
-        for worker, iteration in iterations.items():
-            since = before.get(worker)
-            self._waiting[worker] = (iteration, now_s) if since is None or since[0] != iteration else since
-        return {worker: since_s for worker, (_, since_s) in self._waiting.items()}
+    def _see(self, now_s: float, seen: Sequence[tuple[int, int]]) -> None:
+        """Note since when each worker has been in its iteration and phase."""
+        before = self._entered or [(state, now_s) for state in seen]
+        self._entered = [then if then[0] == state else (state, now_s) for state, then in zip(seen, before, strict=True)]
+
+    def _long_transfers(self, now_s: float, before_s: float, blocked: Container[int]) -> list[int]:
+        """Return the workers whose iterations have no deadline yet and whose transfers have lasted `LONG_S` since."""
+        return [
+            worker
+            for worker in sorted(self._run.stalls.running)
+            for (_, phase), since_s in [self._entered[worker]]
+            if phase not in (Phase.UNKNOWN, Phase.COMPUTING)
+            and before_s - since_s < LONG_S <= now_s - since_s
+            and worker not in blocked
+            and math.isinf(self._run.stalls.deadline_s(worker))
+        ]
 
     def _record(self, now_s: float, stall: Straggler, phase: int, n_waiting: int) -> None:
         if not stall.ended:
@@ -109,11 +126,14 @@ class StragglerReport:
     def _describe(self, stall: Straggler, phase: str) -> str:
         if stall.ended:
             return f"worker {stall.worker} continues: its iteration {stall.iteration} took {stall.lasted_s:.1f} s"
-        rank, host = self._places[stall.worker]
         return (
-            f"worker {stall.worker} stalls (rank {rank} on {host}, {phase}): its iteration {stall.iteration} has "
+            f"{self._place(stall.worker, phase, ' stalls')}: its iteration {stall.iteration} has "
             f"lasted {stall.lasted_s:.1f} s, usually {stall.usual_s:.3g} s, at most {stall.deadline_s:.1f} s"
         )
+
+    def _place(self, worker: int, phase: str, does: str = "") -> str:
+        rank, host = self._places[worker]
+        return f"worker {worker}{does} (rank {rank} on {host}, {phase})"
 
 
 def _ahead(n_iterations: int) -> str:
