@@ -137,10 +137,12 @@ newest:
 	.venv-newest/bin/python -m pytest -q -n 2 --dist loadfile tests/unit tests/runs/test_loading.py tests/runs/test_scripts.py
 	said=$$(.venv-newest/bin/hpcsync run jobs/digits-bsp.toml 2>&1 >/dev/null) && test -z "$$said" || { echo "$$said"; exit 1; }
 
-# The unit tests with the oldest torch that is accepted.
+# The unit tests with the oldest torch, NumPy, h5py, mpi4py and pydantic that are accepted. Newer pyarrows need NumPy 2, which
+# they do not tell pip.
 oldest:
 	test -x .venv-oldest/bin/pip || $(PYTHON) -m venv --clear .venv-oldest
-	.venv-oldest/bin/python $(PIP) --editable '.[mpi,analysis,dev]' torch==2.6.0
+	.venv-oldest/bin/python $(PIP) --editable '.[mpi,analysis,models,dev]' torch==2.6.0 numpy==1.25.0 h5py==3.12.1 \
+	    mpi4py==4.1.0 pydantic==2.11.5 pyarrow==17.0.0
 	.venv-oldest/bin/python -m pytest -q -n 2 --dist loadfile $(TURNS) tests/unit
 
 # ---- the documentation: docs/_build/html/index.html ----
