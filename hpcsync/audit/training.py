@@ -6,7 +6,6 @@ import numpy as np
 
 from hpcsync.audit.check import Check, check_rows
 from hpcsync.config.job import Script
-from hpcsync.config.workloads import Timing
 from hpcsync.paradigms.records import Problem
 from hpcsync.trace.reader import Trace
 from hpcsync.trace.schema import Outcome, Rows
@@ -57,7 +56,7 @@ def losses_have_their_problems(trace: Trace, rows: Rows) -> Check:
     worker has none, nor have rows that are no iterations.
     """
     finite, said = np.isfinite(rows["loss"]), rows["problem"] == Problem.LOSS_NOT_FINITE
-    always = not isinstance(trace.job.workload, Script | Timing) and not trace.job.paradigm.separates_layers
+    always = np.isin(rows["worker"], trace.job.with_loss) & (not isinstance(trace.job.workload, Script))
     whole = rows["share"] == 1 if trace.job.has_servers else rows["batch_size"] > 0
     lost = ~finite & ~said & whole & always
     return check_rows(

@@ -13,8 +13,10 @@ from hpcsync.audit import stanza
 from hpcsync.audit.peer_recount import PeerRecount
 from hpcsync.audit.stanza import batches_are_of_the_groups, both_sides_wait
 from hpcsync.audit.trace_audit import audit
+from hpcsync.audit.training import losses_have_their_problems
 from hpcsync.config.job import Script
-from hpcsync.paradigms.records import ALL_PEERS
+from hpcsync.config.workloads import Function
+from hpcsync.paradigms.records import ALL_PEERS, Problem
 from hpcsync.planning.split_cost import SEPARATED
 from tests.unit.audit.failing import failing
 from tests.unit.trace.peer_recorder import in_memory, peer_job, simulated
@@ -168,6 +170,19 @@ def test_only_fully_connected_workers_have_a_loss(trace):
     assert failing(edit(trace, "exchanges", find(trace, worker=0, iteration=3), loss=0.5)) == set()
     assert failing(edit(trace, "exchanges", find(trace, worker=2, iteration=3), loss=0.5)) == {LOSSES}
     assert failing(edit(trace, "exchanges", find(trace, worker=2, iteration=3), loss=math.inf)) == {LOSSES}
+
+
+def test_losses_of_fully_connected_workers_are_not_lost():
+    trace = record()
+    of_function = trace.job.model_copy(update={"workload": Function(name="module:function", batch_size=4)})
+    trace = dataclasses.replace(trace, attributes={**trace.attributes, **attributes(of_function)})
+    rows = trace.tables["exchanges"].copy()
+    rows["loss"][rows["worker"] < 2] = 0.5
+    assert losses_have_their_problems(trace, rows).passed
+    rows["loss"][find(trace, worker=1, iteration=3)] = math.nan
+    assert not losses_have_their_problems(trace, rows).passed
+    rows["problem"][find(trace, worker=1, iteration=3)] = Problem.LOSS_NOT_FINITE
+    assert losses_have_their_problems(trace, rows).passed
 
 
 @pytest.mark.parametrize("worker", [0, 2])
