@@ -411,18 +411,22 @@ def _limits(constraints: list[Any]) -> str:
     for c in constraints:
         match c:
             case Ge(ge=low):
-                said.append(f"of at least {low:g}")
+                said.append(f"of at least {_number(low)}")
             case Gt(gt=low):
-                said.append(f"greater than {low:g}")
+                said.append(f"greater than {_number(low)}")
             case Le(le=high) if high < 2**62:
-                said.append(f"at most {high:g}")
+                said.append(f"at most {_number(high)}")
             case Lt(lt=high):
-                said.append(f"less than {high:g}")
+                said.append(f"less than {_number(high)}")
             case MultipleOf(multiple_of=n):
                 said.append(f"a multiple of {n}")
             case Le() | MinLen():
                 pass
     return " " + " and ".join(said) if said else ""
+
+
+def _number(limit: float) -> str:
+    return f"{limit:,}" if isinstance(limit, int) else f"{limit:g}"
 
 
 def _label(path: str) -> str:

@@ -372,6 +372,7 @@ def test_the_reference_describes_every_key_option_and_table(monkeypatch: pytest.
         "`staleness_max`",
         "`--times-from",
         "`--audit, --no-audit` | automatic",
+        "a whole number of at least 1 and at most 2,147,483,647 |",
         "| `wait_s` | float64 | s | Time the worker waited for the grant of this iteration. |",
         "| `outcome` | enum (int8) |  | Outcome of the push. applied = 0, dropped = 1. |",
         "| `host` | text (64 bytes) |  |",
