@@ -35,6 +35,7 @@ from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job, Script
 from hpcsync.paradigms import OPTIONS
 from hpcsync.planning.candidates import LINK_SHARE, RATES, Candidate, candidates, kept
+from hpcsync.report.wording import plural, rounded
 from hpcsync.system.atomic_files import whole
 from hpcsync.system.signals import Interrupted, interrupt, on_signals
 from hpcsync.system.standard_output import at_least_80_columns
@@ -167,7 +168,6 @@ class _Adviser:
         """Try these candidates, in runs of `limit_s` virtual seconds at most."""
         from hpcsync.report import variants
         from hpcsync.report.advice import Trial
-        from hpcsync.report.wording import rounded
 
         check_text(self._out / "advice.json")
         if self._asked.workers:
@@ -320,17 +320,21 @@ class _Adviser:
         job_file: Path | None = None
         predicted: dict[str, float] = {}
         if advice.advised is not None:
-            predicted, said = self._predict(chosen[advice.advised], last)
-            lines.append(said)
+            simulated, by = self._further(chosen[advice.advised], last)
+            predicted = reports.prediction(simulated)
+            lines.append(self._prediction(predicted, by))
             if (at := self._ends.get(advice.advised)) is not None:
                 end, beyond = ("largest", "larger") if at.step > 1 else ("smallest", "smaller")
                 factor = f"{factors[advice.advised]:g} times the job's"
                 lines.append(f"Its learning rate, {factor}, is the {end} that was tried: a {beyond} one may be better.")
             job_file = self._out / "advised.toml"
-            advised = self._advised(chosen[advice.advised], predicted)
+            advised, exceeded = self._advised(chosen[advice.advised], predicted, simulated, last.trial.limit_s)
             with whole(job_file) as unfinished:
                 unfinished.write_text(advised.to_toml(), encoding="utf-8")
             lines.append(f"Job file: {job_file}, for {advised.cluster.ranks} ranks")
+            if exceeded:
+                limit = f"{advised.stop.seconds:g} s instead of {' and '.join(exceeded)}"
+                lines.append(f"Its limit is {limit}, which the simulated runs exceeded.")
         found = {
             "advised": advice.advised,
             "indistinguishable": advice.alike,
@@ -363,11 +367,8 @@ class _Adviser:
                 console.print(line, soft_wrap=True)
         return 0 if advice.advised is not None else 1
 
-    def _predict(self, trained: Trained, last: Found) -> tuple[dict[str, float], str]:
-        """Return the prediction for what is advised, and a sentence that says it."""
-        from hpcsync.report.advice import coarseness, prediction
-        from hpcsync.report.wording import rounded
-
+    def _further(self, trained: Trained, last: Found) -> tuple[list[Summary], str]:
+        """Return the runs from which the time of what is advised is predicted, and in words with which seeds."""
         runs, by, why = None, "with other seeds than the trials", "the budget was spent"
         begin, number = self._job.seed + FURTHER_SEED, len(SHARES) + 1
         if last.trial.share == 1:
@@ -380,14 +381,19 @@ class _Adviser:
                 print(f"hpcsync: {error}", file=sys.stderr)
         if runs is None:
             runs, by = last.summaries, f"with the seeds of the trials, hence too early: {why}"
-        predicted = prediction(runs[trained].values())
+        return [*runs[trained].values()], by
+
+    def _prediction(self, predicted: Mapping[str, float], by: str) -> str:
+        """Return a sentence that says a prediction."""
+        from hpcsync.report.advice import coarseness
+
         if not predicted:
-            return {}, f"No prediction: it did not reach the target in every run {by}."
+            return f"No prediction: it did not reach the target in every run {by}."
         time_s = f"{rounded(predicted['seconds'])} s"
         if "low_s" in predicted:
             time_s += f" ({rounded(predicted['low_s'])} to {rounded(predicted['high_s'])} s in 80 % of runs)"
         coarse = coarseness(predicted, self._job.evaluation.every_samples)
-        return predicted, " ".join(filter(None, (f"Predicted: {time_s}, {by}.", coarse)))
+        return " ".join(filter(None, (f"Predicted: {time_s}, {by}.", coarse)))
 
     def _unknown(self) -> Iterator[str]:
         """Yield what came of an earlier prediction, and what the advice does not know."""
@@ -415,10 +421,21 @@ class _Adviser:
         for trained, log in self._trials.failed.items():
             yield f"Left out: {described(trained)}, a simulation of which failed (see {log})."
 
-    def _advised(self, trained: Trained, predicted: Mapping[str, float]) -> Job:
-        """Return the job to run: the user's, with the advised paradigm and learning rate, and its prediction."""
+    def _advised(
+        self, trained: Trained, predicted: Mapping[str, float], runs: Sequence[Summary], limit_s: float
+    ) -> tuple[Job, list[str]]:
+        """Return the job to run, and the limits of the user's that it does not have, in words.
+
+        It is the user's job with the advised paradigm and learning rate, and its prediction. A number of samples or
+        updates that one of these runs has exceeded would end it too early; it gets the limit of the trials instead.
+        """
         table = self._trials.job_table(trained)
-        return Job.from_table(table | ({"predicted": predicted} if predicted else {}))
+        stop, exceeded = table["stop"], []
+        for key in ("samples", "updates"):
+            if key in stop and max(getattr(run, key) for run in runs) > stop[key]:
+                exceeded.append(plural(stop.pop(key), key.removesuffix("s")))
+                stop["seconds"] = float(f"{limit_s:.4g}")
+        return Job.from_table(table | ({"predicted": predicted} if predicted else {})), exceeded
 
 
 def _extrapolated(n_measured: int, n_workers: int) -> str:

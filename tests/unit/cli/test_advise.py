@@ -103,6 +103,23 @@ def test_a_straggler_decides_and_the_advised_job_is_the_users(job, tmp_path, cap
     assert advised(tmp_path / "even")["advised"] == "bsp"
 
 
+@pytest.mark.parametrize(
+    ("limit", "said"), [("updates = 6", "6 updates"), ("samples = 200", "200 samples"), ("updates = 12", "")]
+)
+def test_the_advised_job_may_make_the_updates_and_samples_that_it_needs(job, tmp_path, capsys, limit, said):
+    """The limit of a trial is a time, in which ASP makes more updates than BSP."""
+    out, stop = tmp_path / "out", f"stop={{{limit}, target_loss = 0.02}}"
+    assert main(job, Asked(paradigms=("bsp", "asp"), overrides=[STRAGGLER, stop], seeds=1, out=out)) == 0
+    words = capsys.readouterr().out
+    line = re.search(r"Its limit is [\d.]+ s instead of (.*), which the simulated runs exceeded.", words)
+    assert "Train with asp" in words and (line[1] if line else "") == said
+    seed = 5 + advise.FURTHER_SEED
+    assert simulate(jobs.load(out / "advised.toml", [f"seed={seed}"]), tmp_path / "run", Console(quiet=True)) == 0
+    (before,) = out.glob(f"trial-4/*/seed-{seed}")
+    times = [finished_runs.read(folder).summary.time_to_target_s for folder in (before, tmp_path / "run")]
+    assert times[0] == times[1] is not None
+
+
 def test_an_advice_says_that_the_loss_chose_where_no_candidate_could_arrive_before(job, tmp_path, capsys):
     four = ("bsp", "asp", *(f"{{name = 'ssp', staleness = {n}}}" for n in (1, 2)))
     short = [*(rate := ["optimizer.lr=0.8"]), "stop.samples=850"]
