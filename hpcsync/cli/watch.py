@@ -162,7 +162,7 @@ def _newest(folder: Path) -> Path:
         found = sorted(below(folder, STATUS), key=_written_s)
         if not found:
             none = "no such folder" if not folder.exists() else "must be the folder of a run, or of runs"
-            what = "holds no run that has a status; a simulation keeps none" if folder.is_dir() else none
+            what = "contains no run with a status; simulations write none" if folder.is_dir() else none
             raise StatusError(f"{folder}: {what}")
     except OSError as error:
         raise StatusError(f"{folder}: {error.strerror}") from None

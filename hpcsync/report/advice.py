@@ -18,8 +18,8 @@ MARGIN = 0.05  # of the fastest one's time: what a simpler candidate may cost
 TIMED = ("to the target", "time (s)", "behind (s)", "fastest")  # title and columns of a table
 UNTIMED = ("by loss", "arrived", "loss")
 BY_TIME = (
-    "behind: seconds after the fastest, paired by seed; fastest: probability of being it; "
-    "*: not distinguishable from it"
+    "behind: seconds after the fastest, paired by seed; fastest: probability of being the fastest; "
+    "*: not distinguishable from the fastest"
 )
 BY_LOSS = "arrived: runs that reached the target; loss: at the end"
 FACTOR = "lr x: factor of the job's learning rate"
@@ -154,7 +154,10 @@ def coarseness(predicted: Mapping[str, float], every_samples: int) -> str:
     apart_s = every_samples / predicted["samples_per_s"]
     if predicted["high_s"] - predicted["low_s"] >= apart_s:
         return ""
-    return f"Evaluations are {rounded(apart_s)} s apart, so times are known less exactly than that interval says."
+    return (
+        f"This interval is shorter than the time between two evaluations ({rounded(apart_s)} s), so it understates the "
+        "uncertainty."
+    )
 
 
 def trial_numbers(runs: Mapping[int, Summary]) -> dict[str, Any]:
@@ -190,12 +193,12 @@ def verdict(advice: Advice, target: str | None, trial: Trial) -> list[str]:
     """
     target, percent = target or "the target", 100 * trial.share
     if advice.advised is None and trial.share == 1:
-        return [f"No candidate reached {target} with every seed: none is advised."]
+        return [f"No candidate reached {target} with every seed, so none is advised."]
     if advice.advised is None:
         return [
-            f"Too early for an advice: in trial {trial.number}, with {percent:.0f} % of the time, no candidate reached "
+            f"Too early for advice: in trial {trial.number}, with {percent:.0f} % of the time, no candidate reached "
             f"{target}{' with every seed' * (trial.n_seeds > 1)}.",
-            f"The ranking is provisional, by the loss after {trial.share * trial.limit_s:.3g} of {trial.limit_s:.3g} "
+            f"The ranking is provisional: by the loss after {trial.share * trial.limit_s:.3g} of {trial.limit_s:.3g} "
             "virtual s.",
         ]
     lines = [f"Train with {advice.advised}."]
@@ -203,9 +206,12 @@ def verdict(advice: Advice, target: str | None, trial: Trial) -> list[str]:
     if others := [label for label in advice.alike if label != fastest]:
         few = f" ({_seeds(trial.n_seeds)} no interval, {LEAST_SEEDS} would)" * (trial.n_seeds < LEAST_SEEDS)
         which = "it" if fastest == advice.advised else f"the fastest, {fastest}"
-        lines.append(f"Indistinguishable from {which}: {', '.join(others)}{few}.")
+        lines.append(f"Not distinguishable from {which}: {', '.join(others)}{few}.")
     if trial.share < 1:
-        lines.append(f"This is trial {trial.number}, with {percent:.0f} % of the time, whose seeds chose the rates.")
+        lines.append(
+            f"This is from trial {trial.number}, with {percent:.0f} % of the time; its seeds also selected the "
+            "learning rates."
+        )
     return lines
 
 
@@ -224,8 +230,8 @@ def by_loss(trials: Sequence[Mapping[str, Any]], n_last: int) -> str:
         return ""
     after = " and ".join(f"{trial['limit_s']:.3g}" for trial in trials)
     return (
-        f"No candidate reached the target before the last trial: the loss after {after} virtual s chose those of it, "
-        "and may have left out a faster one. A later limit in [stop] makes trials longer."
+        "No candidate reached the target before the last trial, so its candidates were selected by their loss after "
+        f"{after} virtual s, and a faster one may have been left out. A larger limit in [stop] makes the trials longer."
     )
 
 
@@ -255,7 +261,8 @@ def why(advised: Mapping[int, Summary], reference: Mapping[int, Summary], name: 
         return f"{name} did not reach the target, so there is nothing to compare with."
     speed, need = (sum(ratios) / len(ratios) for ratios in (speeds, needs))
     return (
-        f"Compared with {name} it trains {speed:.2f} times as many samples a second and needs {need:.2f} times as many."
+        f"Compared with {name}, it trains {speed:.2f} times as many samples per second and needs {need:.2f} times as "
+        "many samples to reach the target."
     )
 
 

@@ -186,7 +186,7 @@ def sentences(found: Explanation, what_if: WhatIf | None) -> Iterator[str]:
     """Yield what a user would want to know, one sentence each."""
     total_s = np.append(found.parts_s.sum(axis=0), found.between_s.sum())
     if not total_s.any():
-        yield "No iteration is in the trace, so there is nothing to explain."
+        yield "The trace has no iterations, so there is nothing to explain."
         return
     shares = total_s / total_s.sum()
     words = (*(WORDS[part] for part in PARTS), BETWEEN)
@@ -198,14 +198,14 @@ def sentences(found: Explanation, what_if: WhatIf | None) -> Iterator[str]:
         if what_if.left_early:
             who = _listed([found.name(worker) for worker in what_if.left_early])
             yield (
-                f"{_capital(who)} left or died before the end; simulated, all workers train to the end, which takes "
-                f"{_seconds(what_if.replayed_s)} in place of {_seconds(what_if.real_s)}."
+                f"{_capital(who)} left or died before the end. In the simulations all workers train to the end, which "
+                f"takes {_seconds(what_if.replayed_s)} instead of {_seconds(what_if.real_s)}."
             )
         if what_if.assumed and shares[PARTS.index("comm")] >= WORTH_S:
             yield (
-                f"Transfers under {' and '.join(what_if.assumed)} are taken to last as long as those under "
-                f"{found.paradigm}, though other bytes would move over other links: simulate the job with "
-                "[cluster.network] to see what they take."
+                f"Transfers under {' and '.join(what_if.assumed)} are assumed to take as long as those under "
+                f"{found.paradigm}, although they move other amounts of data over other links; to predict their time, "
+                "simulate the job with [cluster.network]."
             )
 
 
@@ -218,37 +218,39 @@ def _on_waits(found: Explanation) -> Iterator[str]:
     for worker in culprits:
         slowness = float(found.slowness[worker])
         among = "" if found.groups is None else " of those that train the same layers"
-        why = f"; its iterations take {slowness:.2g} times the median{among}" if slowness >= STRAGGLES else ""
+        why = f", whose iterations take {slowness:.2g} times the median{among}" if slowness >= STRAGGLES else ""
         yield (
-            f"{_capital(found.name(worker))} cost each other worker {_seconds(float(found.cost_s[worker]))} of "
-            f"{_seconds(found.duration_s)} on average{why}."
+            f"On average, each other worker waited {_seconds(float(found.cost_s[worker]))} of "
+            f"{_seconds(found.duration_s)} for {found.name(worker)}{why}."
         )
     if culprits:
         yield f"Waiting under {found.paradigm}: {found.waiting}."
     elif not found.waits.caused_s.any():
         yield "No worker waited for another one to compute."
     else:
-        yield "No worker cost the others 1 % of the run."
+        yield "On average, no worker made the others wait for more than 1 % of the run."
     others = (
-        ("blocked until a time that the paradigm had set", found.waits.timed_s),
+        ("until a time set by the paradigm", found.waits.timed_s),
         ("for the server (messages under way, or the server busy with others)", found.waits.messages_s),
-        ("for a cause that is not in the trace", found.waits.unknown_s),
+        ("for a cause that the trace does not record", found.waits.unknown_s),
     )
     for what, seconds in others:
         share = float(seconds.sum()) / (float(found.parts_s.sum() + found.between_s.sum()) or 1.0)
         if share >= WORTH_S:
-            yield f"{_percent(share)} of all workers' time was waiting {what}."
+            yield f"{_percent(share)} of all workers' time was spent waiting {what}."
 
 
 def _on_stragglers(what_if: WhatIf) -> Iterator[str]:
     without = what_if.even_s / what_if.replayed_s
-    text = f"Without stragglers it would have taken {without:.2f} of the time (slowdown S = {what_if.slowdown:.2f})"
+    text = (
+        f"Simulated without stragglers, the run takes {without:.2f} times as long (slowdown S = {what_if.slowdown:.2f})"
+    )
     if what_if.by_speed_s is not None:
         share = what_if.by_speed_s / what_if.replayed_s
         text += f', with batches by speed (batches.policy = "equal-finish") {share:.2f}'
     for paradigm, seconds in what_if.others_s.items():
         text += f", under {paradigm} {seconds / what_if.replayed_s:.2f}"
-    yield f"{text}; simulated."
+    yield f"{text}."
 
 
 def view(found: Explanation, lines: Sequence[str], what_if: WhatIf | None) -> RenderableType:
@@ -297,7 +299,7 @@ def _simulations(found: Explanation, what_if: WhatIf) -> RenderableType:
         add("batches by speed", what_if.by_speed_s)
     for paradigm, seconds in what_if.others_s.items():
         add(paradigm, seconds)
-    real = f"The first {what_if.samples:,} samples, which really took {_seconds(what_if.real_s)}:"
+    real = f"The first {what_if.samples:,} samples, which took {_seconds(what_if.real_s)} in the run:"
     return Group(Text(real), table)
 
 

@@ -22,7 +22,7 @@ TROUBLE = ("died", "stalled", "left")  # states whose workers come first
 DECISIONS = {  # of controllers, in words
     "batches": "worker {worker} takes batches of {chosen}",
     "commits": "{chosen} commits of each worker in a period",
-    "k": "an update is made of {chosen} contributions",
+    "k": "each update uses {chosen} contributions",
     "local-steps": "worker {worker} makes {chosen} local steps per push",
     "ratio": "worker {worker} sends {chosen} of the elements of a push",
     "reward": "{chosen} commits of each worker in a period were tried",
@@ -72,7 +72,7 @@ def _title(status: Status, age_s: float) -> Text:
         f"  {status.now_s:,.1f} s",
     )
     if status.status == "running" and age_s > max(OLD_S, OLD * status.every_s):
-        title.append(f"  no news for {age_s:,.0f} s: rank 0 hangs, has died or cannot write", "bold red")
+        title.append(f"  no status update for {age_s:,.0f} s: rank 0 hangs, has died or cannot write", "bold red")
     return title
 
 
@@ -159,7 +159,7 @@ def _in_words(d: Decision) -> str:
     """Return a decision in words; its inputs are in the trace and in `hpcsync watch --json`."""
     if d.controller == "dssp":
         gap_iters = d.inputs.get("gap_iters")
-        ahead = "" if gap_iters is None else f", {gap_iters:.0f} ahead,"
+        ahead = "" if gap_iters is None else f", {_iterations(gap_iters)} ahead,"
         return f"worker {d.worker}{ahead} " + (f"gets credits for {_iterations(d.chosen)}" if d.chosen else "waits")
     chosen = "?" if d.chosen is None else f"{d.chosen:,.0f}" if d.chosen == round(d.chosen) else f"{d.chosen:.4g}"
     return DECISIONS.get(d.controller, "{chosen} for worker {worker}").format(chosen=chosen, worker=d.worker)

@@ -258,7 +258,7 @@ def beside_prediction(summary: Summary) -> str:
     if summary.time_to_target_s is not None:
         came = f"took {summary.time_to_target_s / predicted.seconds:.2f} times as long"
     if predicted.samples_per_s and summary.samples_per_s:
-        came += f", trained {summary.samples_per_s / predicted.samples_per_s:.2f} times as many samples a second"
+        came += f" and trained {summary.samples_per_s / predicted.samples_per_s:.2f} times as many samples per second"
     return f"{said}; it {came}"
 
 

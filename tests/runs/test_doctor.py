@@ -16,7 +16,7 @@ def test_this_environment_serves() -> None:
     argv = [sys.executable, "-m", "hpcsync", "doctor"]
     result = subprocess.run(argv, env={**os.environ, "COLUMNS": "200"}, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout
-    assert "two ranks are one world" in result.stdout
+    assert "two ranks share MPI_COMM_WORLD" in result.stdout
     assert "MPI_THREAD_MULTIPLE" in result.stdout
     assert " bad " not in result.stdout
 

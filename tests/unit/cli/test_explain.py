@@ -35,10 +35,10 @@ def test_a_straggler_is_named_with_its_cost(run: Path, capsys: pytest.CaptureFix
     assert explain.main(run.parent, as_json=False, simulated=True) == 0
     text = said(capsys)
     assert "The run took 8.00 s. Time of all workers: computation 67 %, waiting 33 %." in text
-    assert "Worker 2 cost each other worker 4.00 s of 8.00 s on average; " in text
-    assert "; its iterations take 2 times the median." in text
+    assert "On average, each other worker waited 4.00 s of 8.00 s for worker 2, " in text
+    assert "whose iterations take 2 times the median." in text
     assert "Waiting under BSP: all workers wait for each other in every iteration." in text
-    assert "Without stragglers it would have taken 0.50 of the time (slowdown S = 2.00)" in text
+    assert "Simulated without stragglers, the run takes 0.50 times as long (slowdown S = 2.00)" in text
     assert "S_w = 2.00" in text
     assert "S_t = 1.00" in text
 
@@ -84,7 +84,7 @@ def test_a_run_without_stragglers_blames_nobody(tmp_path: Path, capsys: pytest.C
     assert explain.main(trace.path, as_json=False, simulated=True) == 0
     text = said(capsys)
     assert "No worker waited for another one to compute." in text
-    assert "cost each other worker" not in text
+    assert "each other worker waited" not in text
     assert "for the server" not in text
 
 
@@ -96,7 +96,8 @@ def test_waiting_that_no_worker_has_caused_is_for_the_server(tmp_path: Path) -> 
     assert lines[0].endswith("Time of all workers: computation 80 %, waiting 20 %.")
     assert lines[1:] == [
         "No worker waited for another one to compute.",
-        "20 % of all workers' time was waiting for the server (messages under way, or the server busy with others).",
+        "20 % of all workers' time was spent waiting for the server (messages under way, or the server busy with "
+        "others).",
     ]
 
 
@@ -106,7 +107,7 @@ def test_transfers_of_another_kind_are_said_to_be_assumed(tmp_path: Path) -> Non
     trace = simulated(tmp_path, {"name": "bsp"}, [0.1] * 4, network=network)
     others = [{"name": "asp"}, {"name": "allreduce"}]
     lines = [*explanation.sentences(explanation.explain(trace), study(trace, others))]
-    assert lines[-1].startswith("Transfers under all-reduce are taken to last as long as those under BSP, though ")
+    assert lines[-1].startswith("Transfers under all-reduce are assumed to take as long as those under BSP, although ")
     lines = [*explanation.sentences(explanation.explain(trace), study(trace, others[:1]))]
     assert "taken to last" not in lines[-1], "control: servers as well"
     free = simulated(tmp_path, {"name": "bsp"}, [0.1] * 4)
@@ -125,7 +126,7 @@ def test_a_run_without_an_iteration(tmp_path: Path, capsys: pytest.CaptureFixtur
     with h5py.File(trace.path, "r+") as file:  # as a kill before the first flush leaves it
         file.attrs["flushed_rows"] = np.zeros_like(file.attrs["flushed_rows"])
     assert explain.main(trace.path, as_json=False, simulated=True) == 0
-    assert said(capsys).startswith("No iteration is in the trace, so there is nothing to explain.")
+    assert said(capsys).startswith("The trace has no iterations, so there is nothing to explain.")
 
 
 def test_a_folder_without_a_trace_is_one_line(tmp_path: Path) -> None:
@@ -182,22 +183,23 @@ def lines_of(capsys: pytest.CaptureFixture[str], found: Explanation, what_if: Wh
 
 def test_the_three_workers_that_cost_most_are_named_and_the_slow_ones_are_said_to_be() -> None:
     found = explained(caused(0.0, 8.0, 20.0, 12.0, 6.0), iteration_s=np.array([1.0, 1.0, 1.3, 1.1, 1.0]))
-    assert [line for line in explanation.sentences(found, None) if "cost each other" in line] == [
-        "Worker 2 cost each other worker 5.00 s of 100 s on average; its iterations take 1.3 times the median.",
-        "Worker 3 cost each other worker 3.00 s of 100 s on average.",
-        "Worker 1 cost each other worker 2.00 s of 100 s on average.",
+    assert [line for line in explanation.sentences(found, None) if "each other worker" in line] == [
+        "On average, each other worker waited 5.00 s of 100 s for worker 2, whose iterations take 1.3 times the "
+        "median.",
+        "On average, each other worker waited 3.00 s of 100 s for worker 3.",
+        "On average, each other worker waited 2.00 s of 100 s for worker 1.",
     ]
     few = explained(caused(0.0, 3.9, 4.1, 0.0, 0.0))  # of four others
     assert few.culprits == [2], "less than 1 % of the run is not worth a sentence"
     least = list(explanation.sentences(explained(caused(0.0, 3.9, 0.0, 0.0, 0.0)), None))
-    assert least[1:] == ["No worker cost the others 1 % of the run."]
+    assert least[1:] == ["On average, no worker made the others wait for more than 1 % of the run."]
 
 
 def test_other_waits_are_shares_of_all_time_also_of_that_between_iterations() -> None:
     found = explained(caused(0.0, 0.0), between_s=np.array([100.0, 100.0]))
     waits = found.waits._replace(timed_s=np.array([6.0, 0.0]), unknown_s=np.array([0.0, 3.9]))
     assert [line for line in explanation.sentences(found._replace(waits=waits), None) if "all workers'" in line] == [
-        "1.5 % of all workers' time was waiting blocked until a time that the paradigm had set."
+        "1.5 % of all workers' time was spent waiting until a time set by the paradigm."
     ]
 
 
@@ -219,11 +221,11 @@ def test_simulations_are_shares_of_the_one_with_the_recorded_times(capsys: pytes
     what_if = WhatIf(100, 10.0, 8.0, 4.0, {2: 5.0}, {"transfers": 6.4}, 6.0, {"asp": 2.0}, (), ())
     (said,) = explanation._on_stragglers(what_if)
     assert said == (
-        "Without stragglers it would have taken 0.50 of the time (slowdown S = 2.00), "
-        'with batches by speed (batches.policy = "equal-finish") 0.75, under asp 0.25; simulated.'
+        "Simulated without stragglers, the run takes 0.50 times as long (slowdown S = 2.00), "
+        'with batches by speed (batches.policy = "equal-finish") 0.75, under asp 0.25.'
     )
     lines = [" ".join(words) for words in lines_of(capsys, explained(np.zeros((3, 3))), what_if)]
-    assert lines[0] == "The first 100 samples, which really took 10.0 s:"
+    assert lines[0] == "The first 100 samples, which took 10.0 s in the run:"
     assert lines[2:] == [
         "the recorded times 8.00 s 1.00",
         "the median in place of every time 4.00 s 0.50 S = 2.00",

@@ -126,7 +126,7 @@ def test_a_legend_says_what_the_columns_are():
     words = " ".join(words.split())
     for part in (
         "behind: seconds after the fastest",
-        "*: not distinguishable from it",
+        "*: not distinguishable from the fastest",
         "lr x: factor of the job's learning",
     ):
         assert part in words
@@ -145,10 +145,10 @@ def test_what_is_indistinguishable_is_so_from_the_fastest_which_need_not_be_advi
     fast, near = (10.0, 11.0, 12.0), (12.9, 8.2, 12.3)
     variants = {"gossip": runs(*fast), "asp": runs(*near), "bsp": runs(*(time_s + 1.0 for time_s in near))}
     advice = conclude(compare(variants), ["asp", "bsp", "gossip"])
-    lines = ["Train with asp.", "Indistinguishable from the fastest, gossip: asp, bsp."]
+    lines = ["Train with asp.", "Not distinguishable from the fastest, gossip: asp, bsp."]
     assert (advice.ranking[0].label, verdict(advice, None, Trial(3, 1.0, 9.0, 3))) == ("gossip", lines)
     advice = conclude(compare(variants), ["gossip", "asp", "bsp"])
-    lines = ["Train with gossip.", "Indistinguishable from it: asp, bsp."]
+    lines = ["Train with gossip.", "Not distinguishable from it: asp, bsp."]
     assert verdict(advice, None, Trial(3, 1.0, 9.0, 3)) == lines
 
 
@@ -162,16 +162,16 @@ def test_of_equals_the_one_that_others_are_beside_is_ranked_first():
 def test_the_verdict_says_which_trial_it_is_of():
     none = conclude(compare({"bsp": runs(None)}), ORDER)
     assert verdict(none, None, Trial(3, 1.0, 9.0, 1)) == [
-        "No candidate reached the target with every seed: none is advised."
+        "No candidate reached the target with every seed, so none is advised."
     ]
-    said = "Too early for an advice: in trial 1, with 11 % of the time, no candidate reached loss 0.3"
-    lines = ["The ranking is provisional, by the loss after 1 of 9 virtual s."]
+    said = "Too early for advice: in trial 1, with 11 % of the time, no candidate reached loss 0.3"
+    lines = ["The ranking is provisional: by the loss after 1 of 9 virtual s."]
     assert verdict(none, "loss 0.3", Trial(1, 1 / 9, 9.0, 1)) == [f"{said}.", *lines]
     assert verdict(none, "loss 0.3", Trial(1, 1 / 9, 9.0, 3)) == [f"{said} with every seed.", *lines]
     some = conclude(compare({"bsp": runs(1.0, 2.0, 3.0), "asp": runs(1.0, 2.1, 2.9)}), ORDER)
-    lines = ["Train with bsp.", "Indistinguishable from it: asp."]
+    lines = ["Train with bsp.", "Not distinguishable from it: asp."]
     assert verdict(some, None, Trial(3, 1.0, 9.0, 3)) == lines
-    early = "This is trial 2, with 33 % of the time, whose seeds chose the rates."
+    early = "This is from trial 2, with 33 % of the time; its seeds also selected the learning rates."
     assert verdict(some, None, Trial(2, 1 / 3, 9.0, 3)) == [*lines, early]
 
 
@@ -180,7 +180,8 @@ def test_where_none_arrives_before_the_last_trial_the_loss_is_said_to_have_chose
     one = [none[0], none[1] | {"arrived": 1}]
     trials = [{"limit_s": limit_s, "candidates": none} for limit_s in (1 / 3, 1.0)]
     assert by_loss(trials, 1).startswith(
-        "No candidate reached the target before the last trial: the loss after 0.333 and 1 virtual s chose those of it,"
+        "No candidate reached the target before the last trial, so its candidates were selected by their loss after "
+        "0.333 and 1 virtual s, "
     )
     assert by_loss([trials[0], {"limit_s": 1.0, "candidates": one}], 1) == by_loss([], 1) == ""
     assert by_loss(trials, 2) == "", "none was left out"
@@ -188,7 +189,8 @@ def test_where_none_arrives_before_the_last_trial_the_loss_is_said_to_have_chose
 
 def test_why_is_speed_and_need():
     fast, slow = runs(10.0, 20.0, samples_per_s=300.0), runs(20.0, 60.0, samples_per_s=100.0)
-    expected = "Compared with bsp it trains 3.00 times as many samples a second and needs 1.25 times as many."
+    expected = "Compared with bsp, it trains 3.00 times as many samples per second and needs 1.25 times as many "
+    expected += "samples to reach the target."
     assert why(fast, slow, "bsp") == expected
     assert "did not reach the target" in why(fast, runs(None, None), "bsp")
     assert why(fast, {**slow, 2: slow[1]}, "bsp") == expected, "a seed that only one of them has does not count"
@@ -216,7 +218,9 @@ def test_a_further_run_lies_within_the_predicted_interval_in_80_percent():
 def test_an_interval_narrower_than_between_evaluations_is_said_to_be():
     at_the_same = prediction(runs(4.0, 4.0, 4.0, samples_per_s=200.0).values())
     assert (at_the_same["low_s"], at_the_same["high_s"]) == (4, 4)
-    assert coarseness(at_the_same, 300).startswith("Evaluations are 1.5 s apart")
+    assert coarseness(at_the_same, 300).startswith(
+        "This interval is shorter than the time between two evaluations (1.5 s), "
+    )
     assert coarseness(prediction(runs(10.0, 11.0, 12.0, samples_per_s=200.0).values()), 300) == ""
     assert coarseness(prediction(runs(4.0, samples_per_s=200.0).values()), 300) == "", "one run has no interval"
 

@@ -270,10 +270,10 @@ GAP = {"gap_iters": 6.0, "interval_s": 0.05964, "predicted_wait_s": -0.0003577, 
 @pytest.mark.parametrize(
     ("controller", "chosen", "inputs", "words"),
     [
-        ("dssp", 4.0, GAP, "dssp at 4.0 s: worker 1, 6 ahead, gets credits for 4 iterations"),
-        ("dssp", 1.0, GAP, "dssp at 4.0 s: worker 1, 6 ahead, gets credits for 1 iteration"),
-        ("dssp", 0.0, GAP, "dssp at 4.0 s: worker 1, 6 ahead, waits"),
-        ("k", 3.0, {"x": 1.0}, "k at 4.0 s: an update is made of 3 contributions"),
+        ("dssp", 4.0, GAP, "dssp at 4.0 s: worker 1, 6 iterations ahead, gets credits for 4 iterations"),
+        ("dssp", 1.0, GAP, "dssp at 4.0 s: worker 1, 6 iterations ahead, gets credits for 1 iteration"),
+        ("dssp", 0.0, GAP, "dssp at 4.0 s: worker 1, 6 iterations ahead, waits"),
+        ("k", 3.0, {"x": 1.0}, "k at 4.0 s: each update uses 3 contributions"),
         ("batches", 48.0, {}, "batches at 4.0 s: worker 1 takes batches of 48"),
         ("share", None, {}, "share at 4.0 s: worker 1 takes ? of the data"),
         ("switch", 30_016.0, {}, "switch at 4.0 s: switched after 30,016 samples"),
@@ -334,7 +334,7 @@ def test_names_of_hosts_are_no_markup():
 
 
 def test_an_old_status_is_said_to_be_old():
-    assert "no news for 34 s" in text(status(), age_s=34.0)
+    assert "no status update for 34 s" in text(status(), age_s=34.0)
     assert "no news" not in text(status(status="finished"), age_s=34.0)
     assert "no news" not in text(status(every_s=12.0), age_s=34.0)
     assert "no news" not in text(status(), age_s=9.0)

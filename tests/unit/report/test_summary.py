@@ -123,7 +123,7 @@ def test_time_to_target(target, words, time_s):
         (
             {"samples_per_s": 4},
             1.0,
-            "2.00 s to the target; it took 0.50 times as long, trained 1.60 times as many samples a second",
+            "2.00 s to the target; it took 0.50 times as long and trained 1.60 times as many samples per second",
         ),
     ],
 )

@@ -308,7 +308,7 @@ def test_it_shows_each_status_until_the_end(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (None, "holds no run that has a status"),
+        (None, "contains no run with a status"),
         ("", "status.json: not a status: Invalid JSON"),
         ('{"version": 1}', "status.json: not a status: name: Field required"),
     ],

@@ -125,7 +125,9 @@ def test_a_script_whose_loop_ends_early_on_a_worker_is_named(tmp_path):
     found = study(dataclasses.replace(trace, attributes={**trace.attributes, "job": job.to_toml()}))
     assert found.left_early == (0,) and found.replayed_s < 0.9 * found.real_s
     said = [each for each in sentences(explain(trace), found) if "before the end" in each]
-    assert len(said) == 1 and said[0].startswith("Worker 0 left or died before the end; simulated, all workers train")
+    assert len(said) == 1 and said[0].startswith(
+        "Worker 0 left or died before the end. In the simulations all workers train"
+    )
     late = edit(trace, "membership", 0, now_s=0.95 * found.real_s)
     assert study(dataclasses.replace(late, attributes={**trace.attributes, "job": job.to_toml()})).left_early == ()
 
