@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpcsync.cli import finished_runs
 from hpcsync.cli.advice_candidates import Trained, described, stem
+from hpcsync.config.cluster import ClusterEvent
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
 from hpcsync.config.overrides import default_servers, drop_excluded
@@ -129,12 +130,23 @@ class Trials:
 
             cluster["compute"] = {"model": "table", "table": str(self._times_file(seed))}
             cluster.pop("times_from", None)
+            cluster["events"] = [event.model_dump(exclude_none=True) for event in self._events_to_come()]
             served = default_servers(table["paradigm"]) != 0
             if "network" not in cluster and (links := network(self._trace, seed, cluster["workers"], served)):
                 if cluster.get("colocated") or not served:
                     del links["server_bandwidth_gbit"]  # colocated servers share the links of workers
                 cluster["network"] = links
         return table
+
+    def _events_to_come(self) -> list[ClusterEvent]:
+        """Return the events of the job without changes of speed that the measured times contain."""
+        assert self._trace is not None
+        recorded = self._trace.job.cluster.events
+        return [
+            event
+            for event in self._job.cluster.events
+            if event.change not in ("slow", "recover") or event not in recorded
+        ]
 
     def _gbytes_per_s(self, table: dict[str, Any]) -> float:
         """Return the throughput of the job's codec, which is measured once, so that a restart continues its runs."""

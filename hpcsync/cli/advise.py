@@ -452,7 +452,9 @@ def _of_workers(job: Job, n_workers: int, measured: bool) -> Job:
     table["cluster"]["workers"] = n_workers
     table.pop("predicted", None)
     if measured:
-        table["cluster"].pop("compute", None)
+        cluster = table["cluster"]
+        cluster.pop("compute", None)
+        cluster["events"] = [each for each in cluster.get("events", []) if each["change"] not in ("slow", "recover")]
     return Job.from_table(table)
 
 

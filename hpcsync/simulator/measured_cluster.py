@@ -55,7 +55,7 @@ def computation_s(trace: Trace, job: Job, extrapolate: bool = False) -> list[Row
         steps, share = np.maximum(rows["local_steps"], 1), rows["share"]
     sizes = set(np.unique(rows["batch_size"] // steps).tolist())
     for name, needed, found, remedy in (
-        ("cluster.workers", job.cluster.workers, {trace.n_workers}, "; with --extrapolate, further ones are drawn"),
+        ("cluster.workers", job.cluster.workers, {trace.n_workers}, "; --extrapolate draws the others"),
         ("workload.batch_size", job.workload.batch_size, sizes, ""),
     ):
         others = sorted(found - {needed})
@@ -69,7 +69,9 @@ def computation_s(trace: Trace, job: Job, extrapolate: bool = False) -> list[Row
         each.append(np.repeat(seconds[own][1:], steps[own][1:]))
         if len(each[-1]) < LEAST:
             n = len(each[-1])
-            raise JobError(f"--from {trace.path}: must have {LEAST} iterations of every worker; {worker} has {n}")
+            raise JobError(
+                f"--from {trace.path}: must have {LEAST} iterations of every worker; worker {worker} has {n}"
+            )
     return each
 
 

@@ -167,6 +167,21 @@ def test_times_of_a_run_replace_those_of_the_job(job, tmp_path, capsys):
     assert "Links have the rates" not in capsys.readouterr().out, "its transfers took no time"
 
 
+def test_changes_of_speed_that_a_run_has_measured_do_not_happen_again(job, tmp_path):
+    slow, new = (f"{{worker = 0, at_s = 1.0, change = 'slow', factor = {factor}}}" for factor in (3.0, 2.0))
+    leave = "{worker = 1, at_s = 9.0, change = 'leave'}"
+    measured = jobs.load(job, [f"cluster.events=[{slow}, {leave}]", "stop={updates = 60}"])
+    assert simulate(measured, tmp_path / "run", Console(quiet=True)) == 0
+    overrides = [f"cluster.events=[{slow}, {leave}, {new}]"]
+    asked = Asked(tmp_path / "run", overrides=overrides, out=tmp_path / "out", extrapolate=True)
+    bsp = Trained("bsp", Candidate({"name": "bsp"}))
+    for n_workers, factors in ((None, [None, 2.0]), (2, [None])):
+        adviser = advise._Adviser(job, asked, n_workers)
+        events = jobs.Job.from_table(adviser._trials.table(bsp, 5, 1.0)).cluster.events
+        assert [event.factor for event in events] == factors
+    assert len(jobs.Job.from_table(adviser._trials.job_table(bsp)).cluster.events) == 1, "its advised job is valid"
+
+
 def test_times_of_another_run_are_refused_in_the_folder_of_an_advice(job, tmp_path):
     """Their runs would count as finished."""
     for name, seconds in (("even", "[0.1, 0.1, 0.1]"), ("uneven", "[0.1, 0.1, 1.0]")):
@@ -226,9 +241,7 @@ def test_other_numbers_of_workers_need_a_measurement_or_leave_to_extrapolate(job
     measured = jobs.load(job, ["stop={updates = 60}"])
     assert simulate(measured, tmp_path / "run", Console(quiet=True)) == 0
     asked = Asked(measured=tmp_path / "run", paradigms=("bsp", "asp"), workers=(3, 5), out=tmp_path / "out")
-    with pytest.raises(
-        JobError, match="cluster.workers = 5, it has 3; with --extrapolate, further ones are drawn"
-    ) as no:
+    with pytest.raises(JobError, match="cluster.workers = 5, it has 3; --extrapolate draws the others") as no:
         main(job, asked)
     assert "\n" not in str(no.value) and not (tmp_path / "out").exists(), "nothing is simulated before"
     assert main(job, asked._replace(extrapolate=True)) == 0

@@ -103,7 +103,7 @@ def test_other_workers_other_batches_and_too_short_a_run_are_refused(simulated):
             computation_s(trace, other({**table, **changed}))
     assert len(computation_s(trace, other({**table, "cluster": {"workers": 4}}), extrapolate=True)) == 3
     short = simulated(Job.from_table({**table, "stop": {"updates": 10}}))
-    with pytest.raises(JobError, match="must have 30 iterations of every worker; 0 has 9"):
+    with pytest.raises(JobError, match="must have 30 iterations of every worker; worker 0 has 9"):
         computation_s(short, one)
 
 
