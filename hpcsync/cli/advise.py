@@ -221,7 +221,7 @@ class _Adviser:
         for each in asked:
             trained = Trained(label_of(each), each)
             try:
-                self._check(trained, SHARES[0] * limit_s)
+                self._check(trained, float(f"{SHARES[0] * limit_s:.4g}"))
                 found.append(trained)
             except JobError as error:
                 self._left_out[trained.label] = str(error)
@@ -310,7 +310,7 @@ class _Adviser:
         if reference not in (None, advice.advised) and advice.advised is not None and reference in chosen:
             runs = {trained.label: found for trained, found in last.summaries.items()}
             lines.append(reports.why(runs[advice.advised], runs[reference], reference))
-        if advice.advised is not None and last.trial.share == 1:
+        if last.trial.share == 1:
             earlier = [noted for number, noted in self._noted.items() if number < last.trial.number]
             if by_loss := reports.by_loss(earlier, len(chosen)):
                 lines.append(by_loss)

@@ -231,7 +231,7 @@ def by_loss(trials: Sequence[Mapping[str, Any]], n_last: int) -> str:
     after = " and ".join(f"{trial['limit_s']:.3g}" for trial in trials)
     return (
         "No candidate reached the target before the last trial, so its candidates were selected by their loss after "
-        f"{after} virtual s, and a faster one may have been left out. A larger limit in [stop] makes the trials longer."
+        f"{after} virtual s, and a better one may have been left out. A larger limit in [stop] makes the trials longer."
     )
 
 

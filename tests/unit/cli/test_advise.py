@@ -123,10 +123,11 @@ def test_the_advised_job_may_make_the_updates_and_samples_that_it_needs(job, tmp
 def test_an_advice_says_that_the_loss_chose_where_no_candidate_could_arrive_before(job, tmp_path, capsys):
     four = ("bsp", "asp", *(f"{{name = 'ssp', staleness = {n}}}" for n in (1, 2)))
     short = [*(rate := ["optimizer.lr=0.8"]), "stop.samples=850"]
-    line = "so its candidates were selected by their loss after 0.108 and 0.323 virtual s, and a faster"
-    for n, overrides, said in ((4, short, True), (2, short, False), (4, rate, False)):
+    line = "so its candidates were selected by their loss after 0.108 and 0.323 virtual s, and a better"
+    none = [*short, "stop.target_loss=1e-9"]
+    for n, overrides, said in ((4, short, True), (2, short, False), (4, rate, False), (4, none, True)):
         asked = Asked(paradigms=four[:n], overrides=overrides, out=tmp_path / f"{n}-{len(overrides)}")
-        assert main(job, asked) == 0
+        assert main(job, asked) == int(overrides is none)
         assert (line in (words := capsys.readouterr().out)) is said and (line[:20] in words) is said
 
 
