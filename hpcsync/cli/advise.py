@@ -407,7 +407,9 @@ class _Adviser:
             yield "Times are those of [cluster] in the job file; --from RUN uses the times of a run."
         elif (measured := self._trace.n_workers) != (asked := self._job.cluster.workers):
             yield f"Times are extrapolated from {plural(measured, 'worker')}: {_extrapolated(measured, asked)}."
-        elif "network" not in tomllib.loads(self._job.to_toml())["cluster"] and network(self._trace):
+        elif network(self._trace) and self._job.cluster.network is not None:
+            yield "Links are those of [cluster.network] in the job file, not those of the run."
+        elif network(self._trace):
             seen = "the measured total of all pushes" if self._trace.job.has_servers else "derived from the workers'"
             yield f"Links have the rates measured in the run; the rate of a server's link is {seen}."
             if self._link_share >= LINK_SHARE and (n := pushes_at_once(self._trace)) >= MEETS_OTHERS:

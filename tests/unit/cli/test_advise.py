@@ -235,6 +235,10 @@ def test_links_that_were_only_seen_shared_are_said_to_be_wider_perhaps(job, tmp_
     )
     said = capsys.readouterr().out
     assert (shared in said) == (paradigm == "bsp") and "Links have the rates measured in the run" in said
+    declared = ["cluster.network={bandwidth_gbit = 1}", "stop={target_loss = 0.5, seconds = 4}"]
+    main(job, asked._replace(overrides=declared, out=tmp_path / "declared"))
+    said = capsys.readouterr().out
+    assert "Links are those of [cluster.network] in the job file" in said and "Links have" not in said
 
 
 def test_other_numbers_of_workers_need_a_measurement_or_leave_to_extrapolate(job, tmp_path, capsys, monkeypatch):
