@@ -13,6 +13,7 @@ from hpcsync.config.job import Job, Script
 from hpcsync.core.coordinator import Recorder
 from hpcsync.core.job_validation import check
 from hpcsync.core.stanza_resolution import resolved
+from hpcsync.simulator.peer_transfers import replica_bytes
 from hpcsync.simulator.simulate import prepare
 from hpcsync.training import compressor
 from hpcsync.training.flat_model import trainable
@@ -40,7 +41,7 @@ def updates_s(job: Job, n_updates: int) -> float:
         If the job cannot be simulated.
     """
     assert not isinstance(job.workload, Script)
-    size = sum(parameter.numel() for parameter in check(job).model.parameters())
+    size = replica_bytes(check(job)) // 4  # the timing workload is float32
     table: dict[str, Any] = tomllib.loads(job.to_toml())
     table["workload"] = {"name": "timing", "parameters": size, "batch_size": job.workload.batch_size}
     table |= {"stop": {"updates": n_updates}, "evaluation": {"every_samples": 0}}

@@ -1,5 +1,6 @@
 """A cluster as a run has measured it: times of its workers in blocks, rates of its links."""
 
+import tomllib
 from functools import partial
 
 import numpy as np
@@ -281,3 +282,13 @@ def test_another_paradigm_takes_the_time_that_it_really_would(simulated, tmp_pat
     write_table([1.5 * each for each in resampled(computation_s(trace, job()), 1)], tmp_path / "slow.csv")
     table["cluster"]["compute"] = slow
     assert updates_s(Job.from_table(table), 200) > 1.3 * found
+
+
+@pytest.mark.parametrize("paradigm", ["bsp", "allreduce"])
+def test_the_time_of_an_update_counts_the_bytes_of_the_models_own_type(simulated, paradigm):
+    """The model is float64; without arithmetic, vectors of float32 move."""
+    this = job(paradigm, network={"bandwidth_gbit": 1e-3}, compute={"model": "constant", "seconds": 0.001})
+    linear = {"workload": {"name": "linear", "features": 1000, "batch_size": 8}, "stop": {"updates": 10}}
+    of_linear = Job.from_table(tomllib.loads(this.to_toml()) | linear)
+    updates = simulated(of_linear).tables["updates"]
+    assert updates_s(of_linear, 10) == pytest.approx(updates["now_s"][-1] / len(updates))
