@@ -276,7 +276,7 @@ def measure(target: Target, device: str = "cpu", kind: str = "host") -> tuple[st
         if ended.signum is not None:
             raise KeyboardInterrupt
         if ended.status != 0 or not result.exists():
-            how = f"no end after {target.timeout_s:.0f} s" if ended.timed_out else f"status {ended.status}"
+            how = f"not finished after {target.timeout_s:.0f} s" if ended.timed_out else f"status {ended.status}"
             raise BenchError(f"{how}\n{output.read_text(errors='replace').strip()}")
         found = json.loads(result.read_text())
     figures = [Figure(**figure) for figure in found["figures"]]

@@ -97,9 +97,9 @@ def _behind(result: Variants, fastest: Row) -> str:
     if sooner:
         parts.append(f"at the common seeds it is behind {listed(sooner)}")
     if absent:
-        parts.append(f"no mean difference is known to {listed(absent)}, of which a run did not arrive")
+        parts.append(f"no mean difference is known to {listed(absent)}, because not all runs reached the target")
     if apart:
-        parts.append(f"no difference is known to {listed(apart)}, without a common seed")
+        parts.append(f"no difference is known to {listed(apart)}, because there is no common seed")
     words = "; ".join(parts)
     return f"{words[:1].upper()}{words[1:]}."
 

@@ -281,7 +281,7 @@ def table(advice: Advice, factors: Mapping[str, float]) -> RenderableType:
     shown = Table(box=None, pad_edge=False, title=title, title_justify="left")
     shown.add_column("candidate")
     for column in (*columns, "samples/s", "lr x"):
-        shown.add_column(column, justify="right")
+        shown.add_column(column, justify="right", no_wrap=True)
     for row in advice.ranking:
         arrived = f"{row.arrived} of {row.runs}"
         if timed:

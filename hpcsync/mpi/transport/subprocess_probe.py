@@ -89,7 +89,7 @@ def probe(name: str, *arguments: str, ranks: int = 0) -> dict[str, Any]:
             signal.raise_signal(ended.signum)
         found: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {}
         if ended.status == launcher.TIMED_OUT:
-            raise ProbeError(f"hangs: no end after {LIMIT_S:.0f} s", found)
+            raise ProbeError(f"hangs: not finished after {LIMIT_S:.0f} s", found)
         if ended.status != 0 or not found:
             last = next(filter(ERROR.search, reversed(lines)), f"ended with status {ended.status}")
             raise ProbeError(last, found)

@@ -235,7 +235,7 @@ def test_a_job_without_figures_is_a_failure_whatever_its_status(status, monkeypa
 
 def test_a_job_without_end_is_a_failure(monkeypatch):
     monkeypatch.setattr(bench.launcher, "launch", lambda *a, **k: Ended(124, timed_out=True))
-    with pytest.raises(BenchError, match="no end after 7 s"):
+    with pytest.raises(BenchError, match="not finished after 7 s"):
         bench.measure(Target("transfers", "", 2, 7.0))
 
 

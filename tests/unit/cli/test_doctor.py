@@ -217,5 +217,5 @@ def test_a_probe_that_crashes(
 def test_a_probe_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ranks: int) -> None:
     pretend(monkeypatch, tmp_path, "exec sleep 60")
     monkeypatch.setattr("hpcsync.mpi.transport.subprocess_probe.LIMIT_S", 0.3)
-    with pytest.raises(ProbeError, match="^hangs: no end after 0 s$"):
+    with pytest.raises(ProbeError, match="^hangs: not finished after 0 s$"):
         doctor.probe("world", ranks=ranks)

@@ -133,7 +133,7 @@ def test_variants_without_a_common_seed_have_arrived() -> None:
     runs = {"a": {1: run(1.0)}, "b": {2: run(2.0)}}
     result = compare({label: {seed: each.summary for seed, each in of.items()} for label, of in runs.items()})
     second = of_variants(result, {label: [*of.values()] for label, of in runs.items()})[1]
-    assert second == "No difference is known to b, without a common seed."
+    assert second == "No difference is known to b, because there is no common seed."
 
 
 def test_a_variant_may_be_sooner_at_the_common_seeds_only() -> None:
@@ -157,7 +157,7 @@ def test_differences_that_seeds_explain_and_others() -> None:
     )
     assert found[1] == (
         "It is ahead of b (by 1.03 s) by more than the seeds explain; its lead over c (by 0.1 s) may be chance; no "
-        "mean difference is known to d, of which a run did not arrive."
+        "mean difference is known to d, because not all runs reached the target."
     )
     assert found[2].startswith(
         "Workers waited 25 % of their time under a and 33 % under c, and a ended with the smallest"

@@ -120,6 +120,14 @@ def test_a_row_has_its_star_its_difference_and_its_rate():
     assert (found[0]["behind_s"], found[0]["time_s"]["mean"], found[2]["behind_s"]["mean"]) == (None, 11.0, 10.0)
 
 
+def test_a_long_label_is_wrapped_and_numbers_are_not():
+    label = "dssp staleness_min=3 staleness_max=15"
+    variants = {"asp": runs(0.0081, 0.0092, 0.0097), label: runs(0.0083, 0.0094, 0.0115)}
+    lines = shown(table(conclude(compare(variants), ORDER), dict.fromkeys(variants, 1.0))).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any("0.009733 ± 0.004  0.0007333 ± 0.0023" in line for line in lines)
+
+
 def test_a_legend_says_what_the_columns_are():
     words = shown(table(conclude(compare({"bsp": runs(1.0), "asp": runs(2.0)}), ORDER), {"bsp": 1.0, "asp": 1.0}))
     assert max(map(len, words.splitlines())) <= 80
