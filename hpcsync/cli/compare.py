@@ -156,7 +156,9 @@ def _tune(
         chosen.append((*variant, *best))
         print(f"{grid.variant(variant)}: {grid.label(best)} is the best of {len(tuned)} settings", file=sys.stderr)
         for key in grid.at_an_end(best, asked.tune):
-            print(f"hpcsync: {grid.variant(variant)}: {key} is at an end of the values of --tune", file=sys.stderr)
+            print(
+                f"hpcsync: {grid.variant(variant)}: {key} is the smallest or largest value of --tune", file=sys.stderr
+            )
     return chosen
 
 

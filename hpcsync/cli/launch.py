@@ -41,7 +41,7 @@ def launch(n: int, program: Sequence[str], timeout_s: float | None = None, *, ov
         raise launcher.LaunchError(f"{program[0]}: must be a program that can be started{hint}")
     ended = launcher.launch(n, program, timeout_s=timeout_s)
     if ended.timed_out:
-        print(f"hpcsync: ended the ranks, which still ran after {timeout_s:g} s", file=sys.stderr)
+        print(f"hpcsync: the ranks still ran after {timeout_s:g} s (--timeout) and were ended", file=sys.stderr)
     elif ended.signum is not None and not ended.runs:
         print("hpcsync: interrupted", file=sys.stderr)
     if ended.runs and ended.status not in (0, TO_BE_RESUMED):  # with the latter rank 0 has said how to resume

@@ -324,7 +324,7 @@ def _is_being_cleared(owner: Owner | None, mine: Owner, start: str) -> bool:
 def _watched(path: Path, owner: Owner | None) -> Verdict:
     """Wait until the lock is touched or vanishes, or has not been touched for long."""
     who = "a process" if owner is None else str(owner)
-    print(f"hpcsync: {path}: waiting {PATIENCE_S:g} s for a sign of {who}", file=sys.stderr, flush=True)
+    print(f"hpcsync: {path}: waiting {PATIENCE_S:g} s to see whether {who} still runs", file=sys.stderr, flush=True)
     before, deadline_s = _touched(path), time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline_s:
         time.sleep(BEAT_S / 10)

@@ -33,8 +33,8 @@ RUNS = {
     "allreduce": ('name = "allreduce"', "all workers wait for each other in every iteration", {0, 1}),
 }
 STALLS = re.compile(
-    r"hpcsync: worker (\d+) stalls \(rank (\d+) on (\S+), (\w+)\): its iteration (\d+) has lasted ([\d.]+) s, "
-    r"usually ([\d.]+) s, at most ([\d.]+) s\nhpcsync:   blocked: (.*); (.*)\n"
+    r"hpcsync: worker (\d+) stalls \(rank (\d+) on (\S+), (\w+)\): its iteration (\d+) has lasted ([\d.]+) s "
+    r"\(usually ([\d.]+) s, limit ([\d.]+) s\)\nhpcsync:   blocked: (.*); (.*)\n"
 )
 CONTINUES = re.compile(r"hpcsync: worker (\d+) continues: its iteration (\d+) took ([\d.]+) s\n")
 

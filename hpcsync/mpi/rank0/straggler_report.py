@@ -112,7 +112,7 @@ class StragglerReport:
         for stall in stalls[:MANY]:
             yield f"hpcsync: {self._describe(stall, NAMES[phases[stall.worker]])}"
         if len(stalls) > MANY:
-            yield f"hpcsync: likewise {len(stalls) - MANY} more workers"
+            yield f"hpcsync: and {len(stalls) - MANY} more workers"
         slow = [stall.worker for stall in stalls if not stall.ended]
         if slow:
             iters = self._run.iters
@@ -128,7 +128,7 @@ class StragglerReport:
             return f"worker {stall.worker} continues: its iteration {stall.iteration} took {stall.lasted_s:.1f} s"
         return (
             f"{self._place(stall.worker, phase, ' stalls')}: its iteration {stall.iteration} has "
-            f"lasted {stall.lasted_s:.1f} s, usually {stall.usual_s:.3g} s, at most {stall.deadline_s:.1f} s"
+            f"lasted {stall.lasted_s:.1f} s (usually {stall.usual_s:.3g} s, limit {stall.deadline_s:.1f} s)"
         )
 
     def _place(self, worker: int, phase: str, does: str = "") -> str:

@@ -190,7 +190,7 @@ def test_every_variant_is_tuned_with_the_same_settings(
     assert set(rows()) == {"bsp lr=0.1", "ssp staleness=2 lr=0.1"}, "a rate of 1e-6 does not arrive, 0.05 arrives later"
     said = capsys.readouterr().err
     assert "bsp: lr=0.1 is the best of 3 settings" in said
-    assert "hpcsync: bsp: optimizer.lr = 0.1 is at an end of the values of --tune" in said
+    assert "hpcsync: bsp: optimizer.lr = 0.1 is the smallest or largest value of --tune" in said
 
 
 def test_a_job_of_an_earlier_run_that_cannot_be_read_is_named(job: Path, commands: Commands) -> None:

@@ -87,7 +87,7 @@ def test_a_program_keeps_its_own_options(
     assert status(monkeypatch, "-n", "4", "--", *program) == 4
     assert status(monkeypatch, "-n", "4", "--timeout", "0.5", *program) == 124
     assert launches == [(4, program, None), (4, program, 0.5)]
-    assert capsys.readouterr().err == "hpcsync: ended the ranks, which still ran after 0.5 s\n"
+    assert capsys.readouterr().err == "hpcsync: the ranks still ran after 0.5 s (--timeout) and were ended\n"
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,7 @@ def test_a_lock_of_another_host_is_watched(tmp_path, monkeypatch, capsys):
     mine.release()
     assert not path.exists()
     said = capsys.readouterr().err.splitlines()
-    assert [line.partition(" s for a sign of process")[0].split()[-1] for line in said] == ["60", "0.4"]
+    assert [line.partition(" s to see whether process")[0].split()[-1] for line in said] == ["60", "0.4"]
     vanishing = take(path, elsewhere.owner)
     silence(vanishing, others)
     monkeypatch.setattr(lock, "PATIENCE_S", 60.0)
@@ -197,7 +197,7 @@ def test_a_lock_that_names_no_owner_is_watched_unless_it_is_locked(tmp_path, mon
         with pytest.raises(JobError, match="another process holds run.lock$"):
             take(path, this_process())
     take(path, this_process()).release()
-    assert capsys.readouterr().err == f"hpcsync: {path}: waiting 0.2 s for a sign of a process\n"
+    assert capsys.readouterr().err == f"hpcsync: {path}: waiting 0.2 s to see whether a process still runs\n"
     assert not path.exists()
 
 
