@@ -191,5 +191,5 @@ def test_ad_psgd_waits_for_its_partner(tmp_path):
 def test_waiting_of_unknown_cause_is_not_taken_for_an_old_trace():
     trace = peer_recorder.record("ad-psgd")
     assert waits(trace).unknown_s.sum() > 0.01 * trace.tables["exchanges"]["wait_s"].sum()
-    (said,) = (line for line in sentences(explain(trace), None) if "not in the trace" in line)
+    (said,) = (line for line in sentences(explain(trace), None) if "that the trace does not record" in line)
     assert "version" not in said
