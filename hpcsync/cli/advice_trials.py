@@ -140,12 +140,14 @@ class Trials:
 
     def _events_to_come(self) -> list[ClusterEvent]:
         """Return the events of the job without changes of speed that the measured times contain."""
+        from hpcsync.report.aggregate import Tally
+
         assert self._trace is not None
-        recorded = self._trace.job.cluster.events
+        tally, recorded = Tally(self._trace), self._trace.job.cluster.events
         return [
             event
             for event in self._job.cluster.events
-            if event.change not in ("slow", "recover") or event not in recorded
+            if event.change not in ("slow", "recover") or event not in recorded or not tally.has_occurred(event)
         ]
 
     def _gbytes_per_s(self, table: dict[str, Any]) -> float:

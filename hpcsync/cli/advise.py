@@ -334,7 +334,7 @@ class _Adviser:
             lines.append(f"Job file: {job_file}, for {advised.cluster.ranks} ranks")
             if exceeded:
                 limit = f"{advised.stop.seconds:g} s instead of {' and '.join(exceeded)}"
-                lines.append(f"Its limit is {limit}, which the simulated runs exceeded.")
+                lines.append(f"Its limit is {limit}, which simulated runs exceeded.")
         found = {
             "advised": advice.advised,
             "indistinguishable": advice.alike,
@@ -369,12 +369,13 @@ class _Adviser:
 
     def _further(self, trained: Trained, last: Found) -> tuple[list[Summary], str]:
         """Return the runs from which the time of what is advised is predicted, and in words with which seeds."""
-        runs, by, why = None, "with other seeds than the trials", "the budget was spent"
+        runs, by, why = None, "with other seeds than the trials", "the trials did not end"
         begin, number = self._job.seed + FURTHER_SEED, len(SHARES) + 1
         if last.trial.share == 1:
             try:
                 runs = self._trials.run(number, [trained], range(begin, begin + self._asked.seeds), last.trial.limit_s)
             except BudgetSpent as spent:
+                why = "the budget was spent"
                 print(f"hpcsync: {spent}", file=sys.stderr)
             except JobError as error:
                 why = f"trial {number} failed"
@@ -403,15 +404,15 @@ class _Adviser:
         if self._trace is not None:
             if said := beside_prediction(summarize(self._trace)):
                 yield f"Prediction for {self._trace.path.parent.name}: {said}."
+            if self._job.cluster.network is not None:
+                yield "Links are those of [cluster.network] in the job file, not those of the run."
         if self._trace is None:
             yield "Times are those of [cluster] in the job file; --from RUN uses the times of a run."
         elif (measured := self._trace.n_workers) != (asked := self._job.cluster.workers):
             yield f"Times are extrapolated from {plural(measured, 'worker')}: {_extrapolated(measured, asked)}."
-        elif network(self._trace) and self._job.cluster.network is not None:
-            yield "Links are those of [cluster.network] in the job file, not those of the run."
-        elif network(self._trace):
-            seen = "the measured total of all pushes" if self._trace.job.has_servers else "derived from the workers'"
-            yield f"Links have the rates measured in the run; the rate of a server's link is {seen}."
+        elif self._job.cluster.network is None and network(self._trace):
+            seen = "the total rate of concurrent pushes" if self._trace.job.has_servers else "derived from the workers'"
+            yield f"Links have the rates measured in the run; that of a server's link is {seen}."
             if self._link_share >= LINK_SHARE and (n := pushes_at_once(self._trace)) >= MEETS_OTHERS:
                 yield (
                     f"However, {n:.1f} pushes at a time shared the server's link: a worker's own link may be up to "
@@ -429,14 +430,15 @@ class _Adviser:
         """Return the job to run, and the limits of the user's that it does not have, in words.
 
         It is the user's job with the advised paradigm and learning rate, and its prediction. A number of samples or
-        updates that one of these runs has exceeded would end it too early; it gets the limit of the trials instead.
+        updates that one of these runs has exceeded would end it too early; without a limit in seconds it gets that of
+        the trials instead.
         """
         table = self._trials.job_table(trained)
         stop, exceeded = table["stop"], []
         for key in ("samples", "updates"):
             if key in stop and max(getattr(run, key) for run in runs) > stop[key]:
                 exceeded.append(plural(stop.pop(key), key.removesuffix("s")))
-                stop["seconds"] = float(f"{limit_s:.4g}")
+                stop.setdefault("seconds", float(f"{limit_s:.4g}"))
         return Job.from_table(table | ({"predicted": predicted} if predicted else {})), exceeded
 
 
@@ -444,8 +446,8 @@ def _extrapolated(n_measured: int, n_workers: int) -> str:
     """Return what is assumed of so many workers, in words."""
     if n_workers < n_measured:
         return "each seed draws a subset of them"
-    speeds = "each seed draws the speeds of the others" if n_measured > 1 else "the others are assumed to be as fast"
-    return f"{speeds}; the time that these cost a server is not known"
+    speeds = "each seed draws their speeds" if n_measured > 1 else "their speeds are assumed to be the same"
+    return f"for further ones {speeds}; the time that further workers cost a server is not known"
 
 
 def _of_workers(job: Job, n_workers: int, measured: bool) -> Job:

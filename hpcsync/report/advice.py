@@ -155,8 +155,8 @@ def coarseness(predicted: Mapping[str, float], every_samples: int) -> str:
     if predicted["high_s"] - predicted["low_s"] >= apart_s:
         return ""
     return (
-        f"This interval is shorter than the time between two evaluations ({rounded(apart_s)} s), so it understates the "
-        "uncertainty."
+        f"This interval is narrower than the time between two evaluations ({rounded(apart_s)} s), so it understates "
+        "the uncertainty."
     )
 
 
@@ -209,8 +209,8 @@ def verdict(advice: Advice, target: str | None, trial: Trial) -> list[str]:
         lines.append(f"Not distinguishable from {which}: {', '.join(others)}{few}.")
     if trial.share < 1:
         lines.append(
-            f"This is from trial {trial.number}, with {percent:.0f} % of the time; its seeds also selected the "
-            "learning rates."
+            f"This is from trial {trial.number}, with {percent:.0f} % of the time; the learning rates were "
+            "selected with one of its seeds."
         )
     return lines
 

@@ -55,7 +55,7 @@ def computation_s(trace: Trace, job: Job, extrapolate: bool = False) -> list[Row
         steps, share = np.maximum(rows["local_steps"], 1), rows["share"]
     sizes = set(np.unique(rows["batch_size"] // steps).tolist())
     for name, needed, found, remedy in (
-        ("cluster.workers", job.cluster.workers, {trace.n_workers}, "; --extrapolate draws the others"),
+        ("cluster.workers", job.cluster.workers, {trace.n_workers}, "; or give --extrapolate"),
         ("workload.batch_size", job.workload.batch_size, sizes, ""),
     ):
         others = sorted(found - {needed})

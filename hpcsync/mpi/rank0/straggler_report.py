@@ -91,15 +91,14 @@ class StragglerReport:
 
     def _long_transfers(self, now_s: float, before_s: float, blocked: Container[int]) -> list[int]:
         """Return the workers whose iterations have no deadline yet and whose transfers have lasted `LONG_S` since."""
-        return [
-            worker
-            for worker in sorted(self._run.stalls.running)
-            for (_, phase), since_s in [self._entered[worker]]
-            if phase not in (Phase.UNKNOWN, Phase.COMPUTING)
-            and before_s - since_s < LONG_S <= now_s - since_s
-            and worker not in blocked
-            and math.isinf(self._run.stalls.deadline_s(worker))
-        ]
+        found = []
+        for worker in sorted(self._run.stalls.running):
+            (_, phase), since_s = self._entered[worker]
+            transfers = phase not in (Phase.UNKNOWN, Phase.COMPUTING) and worker not in blocked
+            if transfers and before_s - since_s < LONG_S <= now_s - since_s:
+                if math.isinf(self._run.stalls.deadline_s(worker)):
+                    found.append(worker)
+        return found
 
     def _record(self, now_s: float, stall: Straggler, phase: int, n_waiting: int) -> None:
         if not stall.ended:

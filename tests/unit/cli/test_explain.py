@@ -109,10 +109,10 @@ def test_transfers_of_another_kind_are_said_to_be_assumed(tmp_path: Path) -> Non
     lines = [*explanation.sentences(explanation.explain(trace), study(trace, others))]
     assert lines[-1].startswith("Transfers under all-reduce are assumed to take as long as those under BSP, although ")
     lines = [*explanation.sentences(explanation.explain(trace), study(trace, others[:1]))]
-    assert "taken to last" not in lines[-1], "control: servers as well"
+    assert "are assumed to take" not in lines[-1], "control: servers as well"
     free = simulated(tmp_path, {"name": "bsp"}, [0.1] * 4)
     lines = [*explanation.sentences(explanation.explain(free), study(free, others))]
-    assert "taken to last" not in lines[-1], "control: transfers take no time"
+    assert "are assumed to take" not in lines[-1], "control: transfers take no time"
 
 
 def test_what_cannot_be_simulated_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

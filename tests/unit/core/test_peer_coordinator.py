@@ -116,6 +116,13 @@ def test_an_evaluation_is_a_row_with_the_distance():
     assert (run.last_accuracy, run.stopping) == (0.75, False)
 
 
+def test_all_workers_are_in_their_first_iterations_at_the_start():
+    run, _ = coordinator()
+    assert {*run.stalls.running} == run.active
+    run.left(0.5, 0)
+    assert {*run.stalls.running} == run.active
+
+
 def test_a_worker_stalls_in_its_next_iteration_counted_from_a_checkpoint():
     run, _ = coordinator()
     for n in range(1, 7):
@@ -127,7 +134,7 @@ def test_a_worker_stalls_in_its_next_iteration_counted_from_a_checkpoint():
         run.continued(8.0)
     run.exchanged(10.0, step_info(0, 7))
     run.left(10.0, 0)
-    assert not run.stalls.running
+    assert [*run.stalls.running] == [1]
 
 
 @pytest.mark.parametrize(

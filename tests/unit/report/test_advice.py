@@ -179,7 +179,7 @@ def test_the_verdict_says_which_trial_it_is_of():
     some = conclude(compare({"bsp": runs(1.0, 2.0, 3.0), "asp": runs(1.0, 2.1, 2.9)}), ORDER)
     lines = ["Train with bsp.", "Not distinguishable from it: asp."]
     assert verdict(some, None, Trial(3, 1.0, 9.0, 3)) == lines
-    early = "This is from trial 2, with 33 % of the time; its seeds also selected the learning rates."
+    early = "This is from trial 2, with 33 % of the time; the learning rates were selected with one of its seeds."
     assert verdict(some, None, Trial(2, 1 / 3, 9.0, 3)) == [*lines, early]
 
 
@@ -227,7 +227,7 @@ def test_an_interval_narrower_than_between_evaluations_is_said_to_be():
     at_the_same = prediction(runs(4.0, 4.0, 4.0, samples_per_s=200.0).values())
     assert (at_the_same["low_s"], at_the_same["high_s"]) == (4, 4)
     assert coarseness(at_the_same, 300).startswith(
-        "This interval is shorter than the time between two evaluations (1.5 s), "
+        "This interval is narrower than the time between two evaluations (1.5 s), "
     )
     assert coarseness(prediction(runs(10.0, 11.0, 12.0, samples_per_s=200.0).values()), 300) == ""
     assert coarseness(prediction(runs(4.0, samples_per_s=200.0).values()), 300) == "", "one run has no interval"
