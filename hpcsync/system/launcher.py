@@ -88,6 +88,9 @@ OPEN_MPI_4 = {"OMPI_MCA_osc": "^pt2pt"}
 # it is posted may never complete (5.0.2: on four hosts with two busy cores, 11 of 22 starts hung; over OFI none of 22).
 # And UCX gives Slurm's PMI2 long addresses, some of which are lost: ranks do not start or do not find others.
 OVER_OFI = {"MPIR_CVAR_CH4_NETMOD": "ofi"}
+# MPICH over OFI: without a fast network it prefers libfabric's provider "sockets" to "tcp", and MPI_Init may then never
+# end (5.0.2: with six ranks on three hosts and two busy cores, 13 of 148 starts hung; over "tcp" none of 116).
+NOT_SOCKETS = {"FI_PROVIDER": "^sockets"}
 # In a shell that srun has started: the steps in which launchers start their daemons share its CPUs. Else they would
 # wait for them until the shell ends.
 IN_STEP = {"SLURM_OVERLAP": "1"}
@@ -248,14 +251,15 @@ def settings_of_rank(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _between_nodes(environ: Mapping[str, str]) -> dict[str, str]:
-    if OVER_OFI.keys() <= environ.keys():
+    if {*OVER_OFI, *NOT_SOCKETS} <= environ.keys():
         return SEVERAL_NODES
     library = mpi_library()
     if library.startswith("Open MPI v4."):
         return OPEN_MPI_4
     device = re.search(r"^MPICH Device: +ch4:(.*)", library, re.MULTILINE)
-    has_both = device is not None and {"ofi", "ucx"} <= set(re.split("[ ,]+", device[1]))
-    return SEVERAL_NODES | OVER_OFI if has_both else SEVERAL_NODES
+    netmods = set() if device is None else set(re.split("[ ,]+", device[1]))
+    over_ofi = OVER_OFI if {"ofi", "ucx"} <= netmods else {}
+    return {**SEVERAL_NODES, **over_ofi, **(NOT_SOCKETS if "ofi" in netmods else {})}
 
 
 @functools.cache

@@ -178,23 +178,32 @@ def test_some_settings_depend_on_the_number_of_nodes(given: dict[str, str], one_
 
 
 @pytest.mark.parametrize(
-    ("device", "over_ofi"),
-    [("ch4:ucx ofi", True), ("ch4:ofi,ucx", True), ("ch4:ucx", False), ("ch4:ofi", False), ("ch3:nemesis", False)],
+    ("device", "over_ofi", "has_ofi"),
+    [
+        ("ch4:ucx ofi", True, True),
+        ("ch4:ofi,ucx", True, True),
+        ("ch4:ucx", False, False),
+        ("ch4:ofi", False, True),
+        ("ch3:nemesis", False, False),
+    ],
 )
 @pytest.mark.parametrize(
     "given",
     [{"MPIEXEC": "mpiexec -f hosts"}, {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "PMI_JOBID": "7.0"}, {}],
 )
-def test_mpich_with_both_netmods_uses_ofi(
-    device: str, over_ofi: bool, given: dict[str, str], monkeypatch: pytest.MonkeyPatch
+def test_mpich_with_both_netmods_uses_ofi_and_never_sockets(
+    device: str, over_ofi: bool, has_ofi: bool, given: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launcher, "mpi_library", lambda: f"MPICH Version:      5.0.2\nMPICH Device:       {device}\n")
     found = launcher.settings_of_rank(given).get("MPIR_CVAR_CH4_NETMOD")
     assert found == ("ofi" if over_ofi and given else None)
+    provider = launcher.settings_of_rank(given).get("FI_PROVIDER")
+    assert provider == ("^sockets" if has_ofi and given else None)
     if "MPIEXEC" in given:
-        assert launcher.environment(given).get("MPIR_CVAR_CH4_NETMOD") == found
-        chosen = {**given, "MPIR_CVAR_CH4_NETMOD": "ucx"}
-        assert launcher.environment(chosen)["MPIR_CVAR_CH4_NETMOD"] == "ucx", "the user's"
+        environ = launcher.environment(given)
+        assert (environ.get("MPIR_CVAR_CH4_NETMOD"), environ.get("FI_PROVIDER")) == (found, provider)
+        for name, value in {"MPIR_CVAR_CH4_NETMOD": "ucx", "FI_PROVIDER": "verbs"}.items():
+            assert launcher.environment({**given, name: value})[name] == value, "the user's"
 
 
 @pytest.mark.parametrize(
