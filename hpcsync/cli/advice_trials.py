@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import filecmp
+import functools
 import json
 import multiprocessing
 import os
@@ -130,7 +131,7 @@ class Trials:
 
             cluster["compute"] = {"model": "table", "table": str(self._times_file(seed))}
             cluster.pop("times_from", None)
-            cluster["events"] = [event.model_dump(exclude_none=True) for event in self._events_to_come()]
+            cluster["events"] = [event.model_dump(exclude_none=True) for event in self._events_to_come]
             served = default_servers(table["paradigm"]) != 0
             if "network" not in cluster and (links := network(self._trace, seed, cluster["workers"], served)):
                 if cluster.get("colocated") or not served:
@@ -138,8 +139,9 @@ class Trials:
                 cluster["network"] = links
         return table
 
+    @functools.cached_property
     def _events_to_come(self) -> list[ClusterEvent]:
-        """Return the events of the job without changes of speed that the measured times contain."""
+        """Events of the job without changes of speed that the measured times contain."""
         from hpcsync.report.aggregate import Tally
 
         assert self._trace is not None

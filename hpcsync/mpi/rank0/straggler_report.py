@@ -14,7 +14,7 @@ from hpcsync.trace.schema import Phase
 from hpcsync.trace.writer import TraceWriter
 
 MANY = 8  # at most so many workers are listed
-LONG_S = 60.0  # a transfer of this length is reported as long as the worker's iterations have no deadline
+LONG_S = 60.0  # a transfer of this length is reported while the worker's iterations have no deadline
 NAMES = {int(phase): phase.name.lower() for phase in Phase}
 
 
@@ -73,10 +73,7 @@ class StragglerReport:
             self._trace.flush()  # a run that stalls is often killed
             print("\n".join(self._report(now_s, stalls, phases, blocked)), file=sys.stderr, flush=True)
         if now_s - before_s <= AWAY_S and (long := self._long_transfers(now_s, before_s, blocked)):
-            places = [self._place(worker, NAMES[phases[worker]]) for worker in long[:MANY]]
-            places += [f"{len(long) - MANY} more workers"] * (len(long) > MANY)
-            line = f"transfers have lasted {LONG_S:.0f} s: {', '.join(places)}; a connection may be blocked"
-            print(f"hpcsync: {line}", file=sys.stderr, flush=True)
+            print(self._report_long(long, phases), file=sys.stderr, flush=True)
 
     def seen(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return iteration and phase of every worker."""
@@ -90,7 +87,7 @@ class StragglerReport:
         self._entered = [then if then[0] == state else (state, now_s) for state, then in zip(seen, before, strict=True)]
 
     def _long_transfers(self, now_s: float, before_s: float, blocked: Container[int]) -> list[int]:
-        """Return the workers whose iterations have no deadline yet and whose transfers have lasted `LONG_S` since."""
+        """Return the workers without a deadline whose transfers have reached `LONG_S` since the previous look."""
         found = []
         for worker in sorted(self._run.stalls.running):
             (_, phase), since_s = self._entered[worker]
@@ -99,6 +96,11 @@ class StragglerReport:
                 if math.isinf(self._run.stalls.deadline_s(worker)):
                     found.append(worker)
         return found
+
+    def _report_long(self, workers: Sequence[int], phases: Sequence[int]) -> str:
+        places = [self._place(worker, NAMES[phases[worker]]) for worker in workers[:MANY]]
+        places += [f"{len(workers) - MANY} more workers"] * (len(workers) > MANY)
+        return f"hpcsync: transfers have lasted {LONG_S:.0f} s: {', '.join(places)}; a connection may be blocked"
 
     def _record(self, now_s: float, stall: Straggler, phase: int, n_waiting: int) -> None:
         if not stall.ended:
